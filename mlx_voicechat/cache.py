@@ -1,0 +1,101 @@
+"""Keys and values of one attention layer: appended in place, grown by blocks, a ring once a window is full."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+BLOCK = 256  # positions added at a growth; the copy is one layer's, see `phase`
+
+
+class KvCache:
+    """Keys and values (B, heads, positions, head_dim) of everything seen, or of the last `window` positions.
+
+    Rotary positions must already be in the keys: in a full ring the order of slots is not the order of time.
+    `phase` staggers the growth of a stack's layers, so that no frame copies more than one layer's cache.
+    """
+
+    def __init__(self, window: int | None = None, phase: int = 0) -> None:
+        self.window = window
+        self.phase = phase % BLOCK
+        self.offset = 0
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def copy(self) -> KvCache:
+        """A cache that goes on independently; the arrays are shared until one of the two writes."""
+        twin = KvCache(self.window, self.phase)
+        twin.offset, twin.keys, twin.values = self.offset, self.keys, self.values
+        return twin
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [a for a in (self.keys, self.values) if a is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays)
+
+    def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Add T positions; returns keys, values and mask (T, positions) to attend with (None: attend to all).
+
+        `keys`, `values`: (B, heads, T, head_dim).
+        """
+        steps = keys.shape[2]
+        start, end = self.offset, self.offset + steps
+        self.offset = end
+        if self.window is not None and end > self.window:
+            if steps > 1:
+                return self._wrap_many(keys, values, start)
+            slot = start % self.window
+            self._write(keys, values, slot, self.window)
+            assert self.keys is not None and self.values is not None
+            return self.keys, self.values, None
+        self._write(keys, values, start, end)
+        assert self.keys is not None and self.values is not None
+        mask = None
+        if steps > 1:
+            mask = mx.arange(end)[None] <= mx.arange(start, end)[:, None]
+        return self.keys[:, :, :end], self.values[:, :, :end], mask
+
+    def _write(self, keys: mx.array, values: mx.array, at: int, needed: int) -> None:
+        self._reserve(keys, values, max(needed, at + keys.shape[2]))
+        assert self.keys is not None and self.values is not None
+        self.keys[:, :, at : at + keys.shape[2]] = keys
+        self.values[:, :, at : at + keys.shape[2]] = values
+
+    def _reserve(self, keys: mx.array, values: mx.array, needed: int) -> None:
+        have = 0 if self.keys is None else self.keys.shape[2]
+        if have >= needed:
+            return
+        blocks = -(-(needed + self.phase) // BLOCK)
+        capacity = blocks * BLOCK - self.phase
+        if self.window is not None:
+            capacity = min(capacity, self.window)
+        self.keys = _extended(self.keys, keys, capacity - have)
+        self.values = _extended(self.values, values, capacity - have)
+
+    def _wrap_many(self, keys: mx.array, values: mx.array, start: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Several positions at once across the end of the ring: attend over time-ordered keys, then refill it."""
+        window, end = self.window, start + keys.shape[2]
+        assert window is not None
+        kept = min(start, window - 1)
+        ordered = [keys, values]
+        if kept and self.keys is not None and self.values is not None:
+            slots = mx.arange(start - kept, start) % window
+            ordered = [
+                mx.concatenate([mx.take(old, slots, axis=2), new], axis=2)
+                for old, new in ((self.keys, keys), (self.values, values))
+            ]
+        positions = mx.arange(start - kept, end)[None]
+        queries = mx.arange(start, end)[:, None]
+        mask = (positions <= queries) & (positions > queries - window)
+        newest = mx.arange(end - window, end) - (start - kept)
+        order = mx.argsort(mx.arange(end - window, end) % window)
+        self.keys, self.values = (mx.take(a, newest[order], axis=2) for a in ordered)
+        return ordered[0], ordered[1], mask
+
+
+def _extended(old: mx.array | None, like: mx.array, extra: int) -> mx.array:
+    batch, heads, _, width = like.shape
+    blank = mx.zeros((batch, heads, extra, width), like.dtype)
+    return blank if old is None else mx.concatenate([old, blank], axis=2)

@@ -1,0 +1,545 @@
+"""The facts of a checkpoint: one frozen dataclass per network, read from `config.json`.
+
+Facts have no default: `read_config` reports every missing or mistyped key at once. The few keys a checkpoint may lack
+are read with `optional`. Constants that no config holds stand here once, each with its source.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import CheckpointError
+
+MODEL_TYPE = "nemotron_voicechat"
+RUNTIME_CONFIG_VERSION = 2
+
+RMS_EPS = 1e-6  # Gemma 3 and T5-Gemma model cards: rms_norm_eps
+GEMMA_QUERY_SCALE = 256**-0.5  # Gemma 3 and T5-Gemma: query_pre_attn_scalar 256, whatever the head size
+GEMMA_SOFT_CAP = 50.0  # T5-Gemma: attn_logit_softcapping
+ROPE_BASE_LOCAL = 1e4  # Gemma 3: rope_local_base_freq; T5-Gemma: rope_theta
+ROPE_BASE_GLOBAL = 1e6  # Gemma 3: rope_theta of the global layers
+GLOBAL_LAYER_PERIOD = 6  # Gemma 3: sliding_window_pattern
+CODE_PASSES = 8  # NeMo DuplexEARTTS: inference iterations of the masked code generation
+CODEC_MAGNITUDE_LIMIT = 100.0  # NeMo RVQVAEModel: spectral magnitude limit
+CODEC_CONTROL_CODES = 3  # NeMo DuplexEARTTS: bos, eos and pad speech codes follow the codebook's own
+ENCODER_NORM_EPS = 1e-5  # torch.nn.LayerNorm default, NeMo ConformerEncoder
+CODEC_NORM_EPS = 1e-6  # NeMo RVQVAEModel: ConvNeXt LayerNorm
+ENCODER_POSITION_BASE = 10000.0  # NeMo RelPositionalEncoding, after Dai et al. 2019 (Transformer-XL)
+PREEMPHASIS = 0.97  # NeMo AudioToMelSpectrogramPreprocessor default
+LOG_GUARD = 2.0**-24  # NeMo AudioToMelSpectrogramPreprocessor default
+LLM_NORM_EPS = 1e-5  # Nemotron-H: layer_norm_epsilon
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MelConfig:
+    """Log-mel front end; lengths in samples at `sample_rate` Hz."""
+
+    sample_rate: int
+    features: int
+    n_fft: int
+    window_samples: int
+    hop_samples: int
+    preemphasis: float
+    log_guard: float
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """FastConformer encoder; D = `d_model`, `left_frames` = frames of left attention context."""
+
+    features: int
+    n_layers: int
+    d_model: int
+    n_heads: int
+    ff_expansion_factor: int
+    subsampling_factor: int
+    subsampling_channels: int
+    conv_kernel_size: int
+    left_frames: int
+    output_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def subsampled_features(self) -> int:
+        """Frequency bins left after the strided convolutions, each padded 2 before and 1 after."""
+        bins = self.features
+        for _ in range(int(math.log2(self.subsampling_factor))):
+            bins = bins // 2 + 1
+        return bins
+
+
+@dataclass(frozen=True)
+class RnntConfig:
+    """RNNT prediction and joint network; `pieces` are SentencePiece pieces, the blank id follows the last."""
+
+    encoder_hidden: int
+    pred_hidden: int
+    pred_layers: int
+    joint_hidden: int
+    blank_id: int
+    max_symbols: int
+    pieces: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LlmConfig:
+    """Nemotron-H; H = `hidden_size`, V = `vocab_size`. `pattern`: M Mamba-2, * attention, - MLP."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    mamba_num_heads: int
+    mamba_head_dim: int
+    ssm_state_size: int
+    conv_kernel: int
+    n_groups: int
+    norm_eps: float
+    pattern: str
+    attention_bias: bool
+    mamba_proj_bias: bool
+    mlp_bias: bool
+    use_bias: bool
+    use_conv_bias: bool
+    time_step_limit: tuple[float, float] | None
+
+    @property
+    def mamba_inner(self) -> int:
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the Mamba convolution: x, B and C."""
+        return self.mamba_inner + 2 * self.n_groups * self.ssm_state_size
+
+
+@dataclass(frozen=True)
+class CharacterEncoderConfig:
+    """T5-Gemma encoder over the characters of a token."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    char_vocab_size: int
+
+
+@dataclass(frozen=True)
+class MogConfig:
+    """Mixture-of-Gaussians head: C = `num_predictions` components of rank R = `low_rank`."""
+
+    intermediate_size: int
+    low_rank: int
+    min_log_std: float
+    num_layers: int
+    num_predictions: int
+
+
+@dataclass(frozen=True)
+class TtsConfig:
+    """EAR-TTS; W = `hidden_size`, Z = `latent_size`, Q = `num_quantizers`, K = `codebook_size`."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    sliding_window: int
+    latent_size: int
+    num_quantizers: int
+    codebook_size: int
+    exponent: float
+    guidance_scale: float
+    top_p: float
+    noise_scale: float
+    prompt_frames: int
+    characters: CharacterEncoderConfig
+    mog: MogConfig
+
+    @property
+    def mask_code(self) -> int:
+        """The code that stands for "not yet known"; it adds nothing to an embedding."""
+        return self.codebook_size
+
+    @property
+    def pass_counts(self) -> tuple[int, ...]:
+        """Codebooks filled by each pass that fills any; they sum to Q (NeMo DuplexEARTTS schedule)."""
+        passes, exponent = CODE_PASSES, self.exponent
+        masked = [
+            math.ceil((1 - (i / passes) ** exponent) ** (1 / exponent) * self.num_quantizers)
+            for i in range(passes + 1)
+        ]
+        return tuple(a - b for a, b in zip(masked, masked[1:], strict=False) if a > b)
+
+
+@dataclass(frozen=True)
+class CodecConfig:
+    """Residual VQ codec; one code frame is `frame_samples` samples at `sample_rate` Hz."""
+
+    sample_rate: int
+    base_channels: int
+    channel_multipliers: tuple[int, ...]
+    downsample_rates: tuple[int, ...]
+    blocks_per_stage: int
+    block_kernel_size: int
+    latent_dim: int
+    n_fft: int
+    hop_length: int
+    num_quantizers: int
+    codebook_size: int
+
+    @property
+    def frame_samples(self) -> int:
+        return self.hop_length * math.prod(self.downsample_rates)
+
+    @property
+    def bins(self) -> int:
+        return self.n_fft // 2 + 1
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything `config.json` says. `quantization` maps a module name to its `{"group_size", "bits", "mode"}`."""
+
+    mel: MelConfig
+    encoder: EncoderConfig
+    rnnt: RnntConfig
+    llm: LlmConfig
+    tts: TtsConfig
+    codec: CodecConfig
+    bos_id: int
+    eos_id: int
+    pad_id: int
+    silence_id: int
+    input_rate_hz: int
+    output_rate_hz: int
+    frame_seconds: float
+    function_weight: float
+    text_weight: float
+    user_weight: float
+    pad_boost: float
+    bos_boost: float
+    eos_boost: float
+    speaker: str
+    default_system_prompt: str
+    synthetic: bool
+    demonstration: str
+    quantization: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def frame_samples_in(self) -> int:
+        return round(self.input_rate_hz * self.frame_seconds)
+
+    @property
+    def frame_samples_out(self) -> int:
+        return self.codec.frame_samples
+
+    @property
+    def budget_ms(self) -> float:
+        return self.frame_seconds * 1000
+
+
+class _Reader:
+    """Reads dotted keys of nested dictionaries and remembers every fault, so that one error can list them all."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self.missing: list[str] = []
+        self.wrong: list[str] = []
+
+    def _find(self, key: str) -> Any:
+        node: Any = self.raw
+        for part in key.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                return None
+            node = node[part]
+        return node
+
+    def need(self, key: str, kind: type[T], *aliases: str) -> T:
+        for name in (key, *aliases):
+            value = self._find(name)
+            if value is not None:
+                return self._typed(name, value, kind)
+        self.missing.append(key)
+        return self._empty(kind)
+
+    def optional(self, key: str, default: T, *aliases: str) -> T:
+        for name in (key, *aliases):
+            value = self._find(name)
+            if value is not None:
+                return self._typed(name, value, type(default))
+        return default
+
+    def require_true(self, key: str) -> None:
+        if not self.need(key, bool) and key not in self.missing:
+            self.wrong.append(f"{key} must be true: this program has no other path")
+
+    @staticmethod
+    def _empty(kind: type[T]) -> T:
+        return kind(1) if kind in (int, float) else kind()  # type: ignore[call-arg]
+
+    def _typed(self, key: str, value: Any, kind: type[T]) -> T:
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            self.wrong.append(f"{key} is {value!r}, expected {kind.__name__}")
+            return self._empty(kind)
+        return value
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read `folder/config.json`; raises CheckpointError that lists everything missing or at odds."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no config.json.", "Name a checkpoint folder or a hub id.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} is not a JSON object.")
+    return parse_config(raw, str(path))
+
+
+def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """Turn a runtime config into a ModelConfig; raises CheckpointError that names `where`."""
+    _check_kind(raw, where)
+    reader = _Reader(raw)
+    config = _model(reader)
+    faults = reader.wrong + ([] if reader.missing or reader.wrong else _contradictions(config))
+    if reader.missing:
+        faults.insert(0, "missing: " + ", ".join(reader.missing))
+    if faults:
+        raise CheckpointError(f"{where}: {'; '.join(faults)}.", "The file is incomplete or edited: get it again.")
+    return config
+
+
+def _check_kind(raw: Mapping[str, Any], where: str) -> None:
+    kind = raw.get("model_type")
+    if kind is None and {"model", "data"} & raw.keys():
+        raise CheckpointError(
+            f"{where} is NVIDIA's original layout, which does not load directly.",
+            "Turn it into this program's layout with `mlx-voicechat convert`, or use an mlx-community checkpoint.",
+        )
+    if kind != MODEL_TYPE:
+        raise CheckpointError(
+            f"{where} is not a VoiceChat checkpoint: model_type is {kind!r}, expected {MODEL_TYPE!r}.",
+            "Use for example mlx-community/NemotronLabs-VoiceChat-11B-4bit.",
+        )
+    version = raw.get("mlx_runtime_config_version", RUNTIME_CONFIG_VERSION)
+    if not isinstance(version, int) or version > RUNTIME_CONFIG_VERSION:
+        raise CheckpointError(
+            f"{where}: mlx_runtime_config_version is {version!r}, this program reads up to {RUNTIME_CONFIG_VERSION}.",
+            "Update mlx-voicechat.",
+        )
+
+
+def _model(r: _Reader) -> ModelConfig:
+    frame_seconds = r.need("frame_duration", float)
+    output_rate_hz = r.need("output_sample_rate", int)
+    quantization: dict[str, Any] = r.optional("quantization", {})
+    return ModelConfig(
+        mel=_mel(r),
+        encoder=_encoder(r),
+        rnnt=_rnnt(r),
+        llm=_llm(r),
+        tts=_tts(r, frame_seconds),
+        codec=_codec(r),
+        bos_id=r.need("bos_token_id", int),
+        eos_id=r.need("eos_token_id", int),
+        pad_id=r.need("pad_token_id", int),
+        silence_id=r.need("silence_token_id", int),
+        input_rate_hz=r.need("input_sample_rate", int),
+        output_rate_hz=output_rate_hz,
+        frame_seconds=frame_seconds,
+        function_weight=r.need("function_channel_weight", float),
+        text_weight=r.optional("text_channel_weight", 1.0),
+        user_weight=r.optional("user_channel_weight", 1.0),
+        pad_boost=r.optional("inference_pad_boost", 0.0),
+        bos_boost=r.optional("inference_bos_boost", 0.0),
+        eos_boost=r.optional("inference_eos_boost", 0.0),
+        speaker=r.need("speaker", str),
+        default_system_prompt=r.optional("default_system_prompt", ""),
+        synthetic=r.optional("synthetic", False),
+        demonstration=r.optional("demonstration", ""),
+        quantization={k: v for k, v in quantization.items() if isinstance(v, dict)},
+    )
+
+
+def _mel(r: _Reader) -> MelConfig:
+    p = "audio_config.preprocessor."
+    rate = r.need(p + "sample_rate", int)
+    return MelConfig(
+        sample_rate=rate,
+        features=r.need(p + "features", int),
+        n_fft=r.need(p + "n_fft", int),
+        window_samples=round(r.need(p + "window_size", float) * rate),
+        hop_samples=round(r.need(p + "window_stride", float) * rate),
+        preemphasis=r.optional(p + "preemph", PREEMPHASIS),
+        log_guard=r.optional(p + "log_zero_guard_value", LOG_GUARD),
+    )
+
+
+def _encoder(r: _Reader) -> EncoderConfig:
+    p = "audio_config.encoder."
+    context: Any = r.need(p + "att_context_size", list)
+    if context and isinstance(context[0], list):
+        context = context[0]
+    if p + "att_context_size" not in r.missing and (
+        len(context) != 2 or not isinstance(context[0], int) or context[1] != 0
+    ):
+        r.wrong.append(f"{p}att_context_size is {context!r}, expected [left, 0]: no look-ahead")
+    return EncoderConfig(
+        features=r.need(p + "feat_in", int),
+        n_layers=r.need(p + "n_layers", int),
+        d_model=r.need(p + "d_model", int),
+        n_heads=r.need(p + "n_heads", int),
+        ff_expansion_factor=r.need(p + "ff_expansion_factor", int),
+        subsampling_factor=r.need(p + "subsampling_factor", int),
+        subsampling_channels=r.need(p + "subsampling_conv_channels", int),
+        conv_kernel_size=r.need(p + "conv_kernel_size", int),
+        left_frames=context[0] if context and isinstance(context[0], int) else 0,
+        output_dim=r.need("audio_config.output_dim", int),
+    )
+
+
+def _rnnt(r: _Reader) -> RnntConfig:
+    a = "audio_config."
+    return RnntConfig(
+        encoder_hidden=r.need(a + "joint.encoder_hidden", int),
+        pred_hidden=r.need(a + "decoder.pred_hidden", int),
+        pred_layers=r.need(a + "decoder.pred_rnn_layers", int),
+        joint_hidden=r.need(a + "joint.joint_hidden", int),
+        blank_id=r.need("rnnt_blank_id", int),
+        max_symbols=r.need(a + "max_symbols", int),
+        pieces=tuple(r.need("rnnt_vocabulary", list)),
+    )
+
+
+def _llm(r: _Reader) -> LlmConfig:
+    p = "text_config."
+    limit: list[float] = r.optional(p + "time_step_limit", [])
+    return LlmConfig(
+        vocab_size=r.need(p + "vocab_size", int),
+        hidden_size=r.need(p + "hidden_size", int),
+        intermediate_size=r.need(p + "intermediate_size", int),
+        num_hidden_layers=r.need(p + "num_hidden_layers", int),
+        num_attention_heads=r.need(p + "num_attention_heads", int),
+        num_key_value_heads=r.need(p + "num_key_value_heads", int),
+        head_dim=r.need(p + "head_dim", int),
+        mamba_num_heads=r.need(p + "mamba_num_heads", int),
+        mamba_head_dim=r.need(p + "mamba_head_dim", int),
+        ssm_state_size=r.need(p + "ssm_state_size", int, p + "mamba_state_dim"),
+        conv_kernel=r.need(p + "conv_kernel", int),
+        n_groups=r.need(p + "n_groups", int, p + "mamba_num_groups"),
+        norm_eps=r.optional(p + "layer_norm_epsilon", LLM_NORM_EPS, p + "rms_norm_eps"),
+        pattern=r.need(p + "hybrid_override_pattern", str),
+        attention_bias=r.optional(p + "attention_bias", False),
+        mamba_proj_bias=r.optional(p + "mamba_proj_bias", False),
+        mlp_bias=r.optional(p + "mlp_bias", False),
+        use_bias=r.optional(p + "use_bias", False),
+        use_conv_bias=r.optional(p + "use_conv_bias", True),
+        time_step_limit=(float(limit[0]), float(limit[1])) if len(limit) == 2 else None,
+    )
+
+
+def _tts(r: _Reader, frame_seconds: float) -> TtsConfig:
+    p = "tts_config."
+    for flag in (
+        "disable_eos_prediction",
+        "use_gated_fusion_for_text_audio",
+        "use_subword_flag_emb",
+        "use_bos_eos_emb",
+        "use_audio_prompt_frozen_projection",
+    ):
+        r.require_true(p + flag)
+    c, m = p + "character_encoder.", p + "mog_head."
+    return TtsConfig(
+        hidden_size=r.need(p + "hidden_size", int),
+        intermediate_size=r.need(p + "intermediate_size", int),
+        num_hidden_layers=r.need(p + "num_hidden_layers", int),
+        num_attention_heads=r.need(p + "num_attention_heads", int),
+        num_key_value_heads=r.need(p + "num_key_value_heads", int),
+        head_dim=r.need(p + "head_dim", int),
+        sliding_window=r.need(p + "sliding_window", int),
+        latent_size=r.need(p + "latent_size", int),
+        num_quantizers=r.need(p + "num_quantizers", int),
+        codebook_size=r.need(p + "codebook_size", int),
+        exponent=r.need(p + "exponent", float),
+        guidance_scale=r.need(p + "guidance_scale", float),
+        top_p=r.need(p + "top_p", float),
+        noise_scale=r.need(p + "noise_scale", float),
+        prompt_frames=math.floor(r.need(p + "audio_prompt_duration", float) / frame_seconds + 1e-9),
+        characters=CharacterEncoderConfig(
+            hidden_size=r.need(c + "hidden_size", int),
+            intermediate_size=r.need(c + "intermediate_size", int),
+            num_hidden_layers=r.need(c + "num_hidden_layers", int),
+            num_attention_heads=r.need(c + "num_attention_heads", int),
+            num_key_value_heads=r.need(c + "num_key_value_heads", int),
+            head_dim=r.need(c + "head_dim", int),
+            char_vocab_size=r.need(c + "char_vocab_size", int),
+        ),
+        mog=MogConfig(
+            intermediate_size=r.need(m + "intermediate_size", int),
+            low_rank=r.need(m + "low_rank", int),
+            min_log_std=r.need(m + "min_log_std", float),
+            num_layers=r.need(m + "num_layers", int),
+            num_predictions=r.need(m + "num_predictions", int),
+        ),
+    )
+
+
+def _codec(r: _Reader) -> CodecConfig:
+    p = "codec_config."
+    return CodecConfig(
+        sample_rate=r.need(p + "sample_rate", int),
+        base_channels=r.need(p + "base_channels", int),
+        channel_multipliers=tuple(r.need(p + "channel_multipliers", list)),
+        downsample_rates=tuple(r.need(p + "downsample_rates", list)),
+        blocks_per_stage=r.need(p + "blocks_per_stage", int),
+        block_kernel_size=r.need(p + "block_kernel_size", int),
+        latent_dim=r.need(p + "latent_dim", int),
+        n_fft=r.need(p + "n_fft", int),
+        hop_length=r.need(p + "hop_length", int),
+        num_quantizers=r.need(p + "num_quantizers", int),
+        codebook_size=r.need(p + "codebook_size", int),
+    )
+
+
+def _contradictions(c: ModelConfig) -> list[str]:
+    """What two places of the config say differently."""
+    pairs = [
+        ("audio output_dim", c.encoder.output_dim, "text_config.hidden_size", c.llm.hidden_size),
+        ("rnnt_blank_id", c.rnnt.blank_id, "number of rnnt_vocabulary pieces", len(c.rnnt.pieces)),
+        ("tts num_quantizers", c.tts.num_quantizers, "codec num_quantizers", c.codec.num_quantizers),
+        ("tts codebook_size", c.tts.codebook_size, "codec codebook_size", c.codec.codebook_size),
+        ("tts latent_size", c.tts.latent_size, "codec latent_dim", c.codec.latent_dim),
+        ("length of hybrid_override_pattern", len(c.llm.pattern), "num_hidden_layers", c.llm.num_hidden_layers),
+        ("joint encoder_hidden", c.rnnt.encoder_hidden, "encoder d_model", c.encoder.d_model),
+        ("preprocessor features", c.mel.features, "encoder feat_in", c.encoder.features),
+        ("preprocessor sample_rate", c.mel.sample_rate, "input_sample_rate", c.input_rate_hz),
+        ("codec sample_rate", c.codec.sample_rate, "output_sample_rate", c.output_rate_hz),
+        ("codec frame samples", c.codec.frame_samples, "output frame", round(c.output_rate_hz * c.frame_seconds)),
+        ("subsampling x hop", c.encoder.subsampling_factor * c.mel.hop_samples, "input frame", c.frame_samples_in),
+        ("codec stages", len(c.codec.channel_multipliers), "downsample_rates", len(c.codec.downsample_rates)),
+    ]
+    faults = [f"{a} is {x} but {b} is {y}" for a, x, b, y in pairs if x != y]
+    if set(c.llm.pattern) - set("M*-"):
+        faults.append(f"hybrid_override_pattern has unknown blocks: {sorted(set(c.llm.pattern) - set('M*-'))}")
+    return faults

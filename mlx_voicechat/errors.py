@@ -1,0 +1,64 @@
+"""Every error a user can meet: a code, a message that says what and where, a remedy, an exit code."""
+
+from __future__ import annotations
+
+
+class VoiceChatError(Exception):
+    """Base of all errors that are the user's to fix.
+
+    `code` is a stable snake_case word for programs, `exit_code` what a command returns (1 failed while
+    working, 2 bad use or bad input), `remedy` what to do about it (may be empty).
+    """
+
+    code = "voicechat_error"
+    exit_code = 1
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.remedy}".strip()
+
+
+class CheckpointError(VoiceChatError):
+    """A checkpoint that cannot be opened: absent, incomplete, of another kind, or at odds with its config."""
+
+    code = "bad_checkpoint"
+    exit_code = 2
+
+
+class HubError(VoiceChatError):
+    """A checkpoint that could not be fetched: no network, no access, no such repository."""
+
+    code = "hub_error"
+    exit_code = 1
+
+
+class AudioError(VoiceChatError):
+    """A recording that cannot be read or written."""
+
+    code = "bad_audio"
+    exit_code = 2
+
+
+class InputError(VoiceChatError, ValueError):
+    """An argument outside what a call accepts; the object it was given to stays usable."""
+
+    code = "bad_input"
+    exit_code = 2
+
+
+class LimitError(VoiceChatError):
+    """A stated limit in seconds was reached."""
+
+    code = "limit_reached"
+    exit_code = 1
+
+
+class SessionClosedError(VoiceChatError):
+    """A call on a session that has finished or was cancelled."""
+
+    code = "session_closed"
+    exit_code = 1

@@ -1,0 +1,342 @@
+"""One conversation: sample buffer, opening, override point, text, limits and events.
+
+Every way to use the model (offline and streamed command, WebSocket, Python) drives this object; the timeline is the
+one of NeMo's streaming duplex inference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+
+from .errors import InputError, LimitError, SessionClosedError
+from .model import NO_FORCE, Draws, Frame, State
+from .profile import Profile
+from .text import IncrementalDecoder, TranscriptText
+
+if TYPE_CHECKING:
+    from .model import VoiceChat
+
+Noise: TypeAlias = Callable[[int], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class TranscriptDelta:
+    """The user was understood to say more: `delta` was added, `text` is the transcript so far."""
+
+    frame_index: int
+    delta: str
+    text: str
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """The assistant's text channel carries `token_id`; `delta` may be empty inside a UTF-8 sequence."""
+
+    frame_index: int
+    token_id: int
+    delta: str
+    text: str
+
+
+@dataclass(frozen=True)
+class FunctionDelta:
+    """The function channel carries `token_id`."""
+
+    frame_index: int
+    token_id: int
+    delta: str
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class AudioFrame:
+    """One frame of speech: float32 samples (1764 at 22.05 kHz) and its codec codes."""
+
+    frame_index: int
+    samples: np.ndarray
+    codes: tuple[int, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AudioFrame):
+            return NotImplemented
+        same = (self.frame_index, self.codes) == (other.frame_index, other.codes)
+        return same and np.array_equal(self.samples, other.samples)
+
+    def __hash__(self) -> int:
+        return hash((self.frame_index, self.codes))
+
+
+@dataclass(frozen=True)
+class LimitReached:
+    """The session has consumed its `seconds` of audio; later pushes raise LimitError."""
+
+    frame_index: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Done:
+    """The session finished after `frame_index` audio frames."""
+
+    frame_index: int
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """The session was cancelled after `frame_index` audio frames."""
+
+    frame_index: int
+
+
+Event: TypeAlias = TranscriptDelta | TextDelta | FunctionDelta | AudioFrame | LimitReached | Done | Cancelled
+
+
+class Session:
+    """One conversation with a loaded model; made by `VoiceChat.session`, used from one thread.
+
+    Opening it runs the voice prompt and the system prompt. Errors: InputError for a bad argument (the session stays
+    usable), LimitError after the limit, SessionClosedError after `finish` or `cancel`.
+    """
+
+    def __init__(
+        self,
+        model: VoiceChat,
+        system_prompt: str | None = None,
+        seed: int = 0,
+        max_seconds: float | None = None,
+        voice: str | None = None,
+        guidance_scale: float | None = None,
+        noise: Noise | None = None,
+        profile: bool = False,
+    ) -> None:
+        config = model.config
+        self.model = model
+        self.seed = _checked_seed(seed)
+        self.max_seconds = _checked_seconds(max_seconds)
+        self.profile = Profile(config.budget_ms) if profile else None
+        self.frames = 0
+        self.closed = False
+        self.limited = False
+        self._noise = noise
+        self._quiet_ids = {config.pad_id, config.silence_id, config.bos_id, config.eos_id}
+        self._text = IncrementalDecoder(model.tokenizer)
+        self._function = IncrementalDecoder(model.tokenizer)
+        self._transcript = TranscriptText(config.rnnt.pieces)
+        self._waiting = np.zeros(0, np.float32)
+        self._received = 0
+        self._forced = [NO_FORCE, NO_FORCE]
+        self._turn_open = False
+        prompt = config.default_system_prompt if system_prompt is None else system_prompt
+        if not isinstance(prompt, str):
+            raise InputError(f"system_prompt must be a string, not {type(prompt).__name__}.")
+        self._state = self._open(prompt, model.voice(voice), _checked_guidance(guidance_scale, config.tts.guidance_scale))
+
+    @property
+    def transcript(self) -> str:
+        """What the user said so far."""
+        return self._transcript.text
+
+    @property
+    def text(self) -> str:
+        """What the assistant said so far."""
+        return self._text.text
+
+    @property
+    def function(self) -> str:
+        """The function channel so far."""
+        return self._function.text
+
+    @property
+    def speaking(self) -> bool:
+        """Whether the assistant's turn is open: it began to speak and has not ended its turn."""
+        return self._turn_open
+
+    def push(self, samples: Any, rate_hz: int = 16000) -> list[Event]:
+        """Add float mono samples (S,) of any length; returns the events of the whole frames that ran."""
+        return list(self.feed(samples, rate_hz))
+
+    def feed(self, samples: Any, rate_hz: int = 16000, block_frames: int = 1) -> Iterator[Event]:
+        """Like `push`, but yields each event as its frame is done.
+
+        `block_frames` > 1 runs perception over that many waiting frames at once: the offline form, same events.
+        Frames that a caller does not wait for stay in the buffer and run at the next call.
+        """
+        self._require_open()
+        if self.limited:
+            raise LimitError(f"The session's limit of {self.max_seconds:g} s is reached.", "Open a new session.")
+        chunk = self._checked(samples, rate_hz)
+        self._received += len(chunk)
+        excess = self._received - self._limit_samples()
+        if excess > 0:
+            self.limited = True
+            chunk = chunk[: len(chunk) - excess]
+        self._waiting = np.concatenate([self._waiting, chunk])
+        return self._run(block_frames)
+
+    def finish(self, pad_partial: bool = True) -> list[Event]:
+        """Run what waits (a partial frame zero-padded, unless `pad_partial` is False) and close with Done."""
+        self._require_open()
+        frame_samples = self.model.config.frame_samples_in
+        whole = len(self._waiting) // frame_samples * frame_samples
+        if self.limited or not pad_partial:
+            self._waiting = self._waiting[:whole]
+        elif len(self._waiting) > whole:
+            padding = whole + frame_samples - len(self._waiting)
+            self._waiting = np.concatenate([self._waiting, np.zeros(padding, np.float32)])
+        limited, self.limited = self.limited, False
+        events = list(self._run(1))
+        self.limited = limited
+        self.closed = True
+        return [*events, Done(self.frames)]
+
+    def cancel(self) -> list[Event]:
+        """Drop what waits and close with Cancelled."""
+        self._require_open()
+        self._waiting = self._waiting[:0]
+        self.closed = True
+        return [Cancelled(self.frames)]
+
+    def force(self, text: int | None = None, function: int | None = None) -> None:
+        """Force the next frame's text id and/or function id; the last call before the frame wins.
+
+        None leaves that channel to the model. BOS opens the agent's turn, EOS ends it, PAD keeps it silent.
+        """
+        self._require_open()
+        vocabulary = self.model.config.llm.vocab_size
+        for name, token in (("text", text), ("function", function)):
+            valid = isinstance(token, int | np.integer) and not isinstance(token, bool) and 0 <= token < vocabulary
+            if token is not None and not valid:
+                raise InputError(f"force({name}={token!r}): a token id is an integer in 0..{vocabulary - 1}.")
+        self._forced = [NO_FORCE if token is None else int(token) for token in (text, function)]
+
+    # -- opening -------------------------------------------------------------------------------------------------
+
+    def _open(self, prompt: str, voice: mx.array, guidance_scale: float) -> State:
+        model, config = self.model, self.model.config
+        state = model.init_state(voice, guidance_scale)
+        if prompt.strip():
+            ids = [config.bos_id, *model.tokenizer.encode(prompt), config.eos_id]
+            state = model.prefill(ids, state, self._draws)
+        model.wait(state)
+        return state
+
+    def _draws(self, step: int) -> Draws:
+        """The sampler's noise of one TTS step: the caller's, or drawn from the seed and the step alone."""
+        mog, tts = self.model.config.tts.mog, self.model.config.tts
+        shapes = (len(tts.pass_counts), mog.num_predictions), (len(tts.pass_counts), tts.latent_size)
+        if self._noise is None:
+            return seeded_draws(self.seed, step, *shapes)
+        drawn = tuple(mx.array(a).astype(mx.float32) for a in self._noise(step))
+        if len(drawn) != 2 or tuple(a.shape for a in drawn) != shapes:
+            raise InputError(f"noise({step}) gave shapes {[a.shape for a in drawn]}, expected {list(shapes)}.")
+        return Draws(*drawn)
+
+    # -- frames --------------------------------------------------------------------------------------------------
+
+    def _run(self, block_frames: int) -> Iterator[Event]:
+        frame_samples = self.model.config.frame_samples_in
+        while len(self._waiting) >= frame_samples:
+            count = min(block_frames, len(self._waiting) // frame_samples)
+            block = self._waiting[: count * frame_samples]
+            if count == 1:
+                self._waiting = self._waiting[frame_samples:]
+                yield from self._frame(mx.array(block)[None])
+                continue
+            heard = self.model.hear_block(mx.array(block)[None], self._state)
+            for index in range(count):
+                self._waiting = self._waiting[frame_samples:]
+                yield from self._frame(None, tuple(part[:, index : index + 1] for part in heard))
+        if self.limited:
+            yield LimitReached(self.frames, float(self.max_seconds or 0.0))
+
+    def _frame(self, samples: mx.array | None, heard: tuple[mx.array, ...] | None = None) -> list[Event]:
+        draws = self._draws(self._state.steps) if self._state.position else None
+        forced, self._forced = self._forced, [NO_FORCE, NO_FORCE]
+        frame = self.model.frame(samples, self._state, draws, forced, heard=heard, profile=self.profile)
+        return self._events(frame)
+
+    def _events(self, frame: Frame) -> list[Event]:
+        index, self.frames = self.frames, self.frames + 1
+        config = self.model.config
+        events: list[Event] = []
+        if frame.symbols:
+            delta = self._transcript.push(frame.symbols)
+            events.append(TranscriptDelta(index, delta, self._transcript.text))
+        if frame.text_id not in self._quiet_ids:
+            delta = self._text.push(frame.text_id)
+            events.append(TextDelta(index, frame.text_id, delta, self._text.text))
+            self._turn_open = True
+        elif frame.text_id in (config.bos_id, config.eos_id):
+            self._turn_open = frame.text_id == config.bos_id
+        if frame.function_id not in self._quiet_ids:
+            delta = self._function.push(frame.function_id)
+            events.append(FunctionDelta(index, frame.function_id, delta, self._function.text))
+        events.append(AudioFrame(index, frame.samples, frame.codes))
+        return events
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise SessionClosedError("The session is closed.", "Open a new one with model.session().")
+
+    def _limit_samples(self) -> float:
+        if self.max_seconds is None:
+            return math.inf
+        return round(self.max_seconds * self.model.config.input_rate_hz)
+
+    def _checked(self, samples: Any, rate_hz: int) -> np.ndarray:
+        expected = self.model.config.input_rate_hz
+        if rate_hz != expected:
+            raise InputError(f"rate_hz is {rate_hz}, the model hears {expected} Hz.", "Resample first.")
+        if isinstance(samples, mx.array) and mx.issubdtype(samples.dtype, mx.floating):
+            samples = samples.astype(mx.float32)  # numpy has no bfloat16
+        array = np.asarray(samples)
+        if array.ndim == 2 and 1 in array.shape:
+            array = array.reshape(-1)
+        if array.ndim != 1:
+            raise InputError(f"samples have shape {array.shape}, expected one channel (S,).", "Mix down to mono first.")
+        if not np.issubdtype(array.dtype, np.floating):
+            raise InputError(
+                f"samples are {array.dtype}, expected floating point in -1..1.", "Divide 16-bit integers by 32768."
+            )
+        array = array.astype(np.float32, copy=False)
+        if not np.isfinite(array).all():
+            where = int(np.flatnonzero(~np.isfinite(array))[0])
+            raise InputError(f"samples[{where}] is {array[where]}: NaN or infinity cannot be heard.")
+        return array
+
+
+def seeded_draws(seed: int, step: int, uniform: tuple[int, ...], normal: tuple[int, ...]) -> Draws:
+    """Noise that depends on seed and step alone: uniform (5, C) in [0, 1) and normal (5, Z), lazy."""
+    words = np.random.SeedSequence([seed, step]).generate_state(4)
+    keys = mx.array(words.reshape(2, 2))
+    return Draws(mx.random.uniform(shape=uniform, key=keys[0]), mx.random.normal(shape=normal, key=keys[1]))
+
+
+def _checked_seed(seed: int) -> int:
+    if not isinstance(seed, int | np.integer) or isinstance(seed, bool) or seed < 0:
+        raise InputError(f"seed is {seed!r}, expected an integer of at least 0.")
+    return int(seed)
+
+
+def _checked_seconds(seconds: float | None) -> float | None:
+    if seconds is None:
+        return None
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
+        raise InputError(f"max_seconds is {seconds!r}, expected a number above 0.")
+    return float(seconds)
+
+
+def _checked_guidance(scale: float | None, default: float) -> float:
+    if scale is None:
+        return default
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 <= scale < math.inf:
+        raise InputError(f"guidance_scale is {scale!r}, expected a number of at least 0.")
+    return float(scale)

@@ -1,0 +1,85 @@
+"""The attention cache: what it hands to attention equals plain history, whatever the pieces."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_voicechat.cache import BLOCK, KvCache
+
+
+def history(length: int, seed: int = 0) -> tuple[mx.array, mx.array]:
+    rng = np.random.default_rng(seed)
+    shape = (2, 3, length, 4)
+    return tuple(mx.array(rng.normal(size=shape).astype(np.float32)) for _ in range(2))  # type: ignore[return-value]
+
+
+def attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> np.ndarray:
+    return np.array(mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.5, mask=mask))
+
+
+def plain(queries: mx.array, keys: mx.array, values: mx.array, window: int | None) -> np.ndarray:
+    length = queries.shape[2]
+    at = mx.arange(length)
+    mask = at[None] <= at[:, None]
+    if window is not None:
+        mask = mask & (at[None] > at[:, None] - window)
+    return attend(queries, keys, values, mask)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from([1, 1, 1, 2, 3, 7, 13]), min_size=1, max_size=30),
+    window=st.sampled_from([None, 1, 2, 5, 16, 40]),
+)
+def test_pieces_equal_whole(pieces: list[int], window: int | None) -> None:
+    keys, values = history(sum(pieces))
+    queries, _ = history(sum(pieces), seed=1)
+    cache = KvCache(window)
+    got, start = [], 0
+    for size in pieces:
+        end = start + size
+        seen = cache.update(keys[:, :, start:end], values[:, :, start:end])
+        got.append(attend(queries[:, :, start:end], *seen))
+        start = end
+    np.testing.assert_allclose(np.concatenate(got, axis=2), plain(queries, keys, values, window), atol=1e-6)
+
+
+def test_growth_is_by_blocks_and_bounded_by_the_window() -> None:
+    keys, values = history(1)
+    cache = KvCache(window=BLOCK + 10)
+    for _ in range(BLOCK + 50):
+        cache.update(keys, values)
+        mx.eval(cache.arrays)
+    assert cache.keys is not None
+    assert cache.keys.shape[2] == BLOCK + 10
+    assert cache.offset == BLOCK + 50
+
+
+def test_phase_moves_the_growth_to_another_frame() -> None:
+    keys, values = history(1)
+    growths = []
+    for phase in (0, 7):
+        cache, sizes = KvCache(phase=phase), []
+        for _ in range(2 * BLOCK):
+            cache.update(keys, values)
+            mx.eval(cache.arrays)
+            assert cache.keys is not None
+            sizes.append(cache.keys.shape[2])
+        growths.append([i for i in range(1, len(sizes)) if sizes[i] != sizes[i - 1]])
+    assert growths[0] != growths[1]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_copy_goes_on_alone(window: int | None) -> None:
+    keys, values = history(20)
+    first = KvCache(window)
+    for i in range(9):
+        first.update(keys[:, :, i : i + 1], values[:, :, i : i + 1])
+    second = first.copy()
+    first.update(keys[:, :, 10:11], values[:, :, 10:11])
+    seen = second.update(keys[:, :, 9:10], values[:, :, 9:10])
+    queries, _ = history(20, seed=1)
+    expected = plain(queries[:, :, :10], keys[:, :, :10], values[:, :, :10], window)[:, :, 9:10]
+    np.testing.assert_allclose(attend(queries[:, :, 9:10], *seen), expected, atol=1e-6)
