@@ -15,6 +15,8 @@ import mlx.core as mx
 UNUSED = re.compile(
     r"(\._variance_list\.|preprocessor\.featurizer\.|audio_prompt_projection_W$|num_batches_tracked$)"
 )
+# Tensors that a conversation does not need but other uses do: assembled, never a fault when a module tree lacks them.
+OPTIONAL = re.compile(r"^tts_model\.(audio_codec\.encoder\.|_control_codes$|audio_prompt_latents\.)")
 # Norms whose stored weight is an offset from one (Gemma 3, T5-Gemma and the fusion norm of EAR-TTS).
 OFFSET_NORM = re.compile(
     r"tts_model\.tts_model\."
@@ -23,7 +25,6 @@ OFFSET_NORM = re.compile(
 )
 CODEC_TRANSPOSED = re.compile(r"audio_codec\.decoder\.layers\.(\d+)\.weight$")
 RENAMES: list[tuple[re.Pattern[str], str]] = [
-    (re.compile(r"^tts_model\._control_codes$"), "tts_model.control_codes"),
     (re.compile(r"\.dec_rnn\.lstm\.weight_ih_l(\d+)$"), r".dec_rnn.lstm.layers.\1.Wx"),
     (re.compile(r"\.dec_rnn\.lstm\.weight_hh_l(\d+)$"), r".dec_rnn.lstm.layers.\1.Wh"),
     (re.compile(r"\.dec_rnn\.lstm\.bias_ih_l(\d+)$"), r".dec_rnn.lstm.layers.\1.bias"),

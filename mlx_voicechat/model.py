@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from . import checkpoint
-from .codec import Codec, replace_control_codes
+from .codec import Codec, CodecState, replace_control_codes
 from .config import ModelConfig, read_config
-from .conformer import Perception
-from .duplex_lm import DuplexLm
-from .ear_tts import EarTts
-from .errors import CheckpointError, InputError
-from .rnnt import Joint, PredictionNet
+from .conformer import Perception, PerceptionState
+from .duplex_lm import DuplexLm, LlmState
+from .ear_tts import EarTts, TtsState
+from .errors import InputError
+from .rnnt import GreedyDecoder, Joint, PredictionNet, RnntState
 from .text import Tokenizer, character_table
 
 if TYPE_CHECKING:
     from .profile import Profile
-    from .session import Session
+    from .session import Noise, Session
 
-NO_FORCE = -1  # no token id: the model's own choice stands
+NO_FORCE = -1  # not a token id: the model's own choice stands
 BLOCK_FRAMES = 512  # frames of perception at once in the offline form
+PREFILL_CHUNK = 256  # prompt positions of the LLM at once
 
 
 class Draws(NamedTuple):
@@ -37,19 +37,46 @@ class Draws(NamedTuple):
     normal: mx.array
 
 
+class Heard(NamedTuple):
+    """What perception makes of n frames: encoded (B, n, D) for the transcript, projected (B, n, H) for the LLM."""
+
+    encoded: mx.array
+    projected: mx.array
+
+
 @dataclass
 class State:
-    """Everything one conversation carries from frame to frame, and nothing of the weights."""
+    """Everything one conversation carries from frame to frame, and nothing of the weights.
 
-    perception: Any
-    rnnt: Any
-    language: Any
-    tts: Any
-    codec: Any
-    text_id: mx.array  # (B,) fed back
-    function_id: mx.array  # (B,) fed back
+    Networks' states are replaced by a step; only the attention caches inside them are written in place.
+    """
+
+    perception: PerceptionState
+    rnnt: RnntState
+    language: LlmState
+    tts: TtsState
+    codec: CodecState
+    text_id: mx.array  # (B,) fed back to the LLM
+    function_id: mx.array  # (B,)
     position: int = 0  # on the whole timeline, prompt included
     steps: int = 0  # TTS steps so far
+
+    def copy(self) -> State:
+        """A state that goes on independently; arrays are shared until one of the two writes."""
+        return replace(self, language=self.language.copy(), tts=self.tts.copy())
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All arrays that a frame's evaluation must cover."""
+        functional = leaves((self.perception, self.rnnt, self.codec, self.text_id, self.function_id))
+        return [*functional, *self.language.arrays, *self.tts.arrays]
+
+
+def leaves(tree: Any) -> list[mx.array]:
+    """The arrays in nested tuples and lists."""
+    if isinstance(tree, mx.array):
+        return [tree]
+    return [leaf for branch in tree for leaf in leaves(branch)]
 
 
 @dataclass(frozen=True)
@@ -61,3 +88,269 @@ class Frame:
     symbols: tuple[int, ...]
     samples: np.ndarray
     codes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole conversation, n frames: texts, ids (n,), codes (n, Q) and samples (n * 1764,) at `rate_hz`."""
+
+    transcript: str
+    text: str
+    function: str
+    text_ids: list[int]
+    function_ids: list[int]
+    codes: np.ndarray
+    samples: np.ndarray
+    rate_hz: int
+
+
+class ListeningLm(DuplexLm):
+    """`stt_model`: the checkpoint nests the listening networks beside the language model's parts."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        boosts = {config.pad_id: config.pad_boost, config.bos_id: config.bos_boost, config.eos_id: config.eos_boost}
+        super().__init__(
+            config.llm,
+            text_weight=config.text_weight,
+            user_weight=config.user_weight,
+            function_weight=config.function_weight,
+            boosts=boosts,
+        )
+        self.perception = Perception(config.mel, config.encoder)
+        self.rnnt_decoder = PredictionNet(config.rnnt)
+        self.rnnt_joint = Joint(config.rnnt)
+
+
+class Speech(nn.Module):
+    """`tts_model`: the speech generator, its codec, and the codes of silence."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tts_model = EarTts(config.tts, config.llm.vocab_size)
+        self.audio_codec = Codec(config.codec, encoder=False)
+        self.codec_silence_tokens = mx.zeros((config.codec.num_quantizers,), mx.int32)
+
+
+class Networks(nn.Module):
+    """The module tree whose paths are the checkpoint's names."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.stt_model = ListeningLm(config)
+        self.tts_model = Speech(config)
+
+
+class VoiceChat:
+    """A loaded checkpoint: weights and constants, shared by any number of sessions of one thread."""
+
+    def __init__(self, name: str, config: ModelConfig, tokenizer: Tokenizer, parameters: checkpoint.Parameters) -> None:
+        self.name = name
+        self.config = config
+        self.tokenizer = tokenizer
+        self.voices = checkpoint.voice_names(parameters)
+        networks = Networks(config)
+        checkpoint.build(networks, parameters, config)
+        self._voices = {voice: checkpoint.voice(parameters, voice, config) for voice in self.voices}
+        self.language, self.speech = networks.stt_model, networks.tts_model
+        self.perception, self.tts, self.codec = self.language.perception, self.speech.tts_model, self.speech.audio_codec
+        self.rnnt = GreedyDecoder(self.language.rnnt_decoder, self.language.rnnt_joint, config.rnnt)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        config, silence = self.config, self.speech.codec_silence_tokens
+        self.perception.prepare()
+        self.language.prepare()
+        self.tts.prepare(character_table(self.tokenizer), silence, config.pad_id, config.eos_id)
+        self.codec.prepare()
+        self._silence = silence[None]
+        mx.eval(self._silence, *self._voices.values())
+
+    # -- conversations -------------------------------------------------------------------------------------------
+
+    def session(
+        self,
+        system_prompt: str | None = None,
+        seed: int = 0,
+        max_seconds: float | None = None,
+        voice: str | None = None,
+        guidance_scale: float | None = None,
+        noise: Noise | None = None,
+        profile: bool = False,
+    ) -> Session:
+        """Open a conversation; see `Session`. None takes the checkpoint's own prompt, voice and guidance scale.
+
+        `noise(step)` replaces the sampler's draws: (uniform (5, C), normal (5, Z)) of one TTS step, counted from 0 with
+        the prompt's steps included. Raises InputError.
+        """
+        from .session import Session
+
+        return Session(self, system_prompt, seed, max_seconds, voice, guidance_scale, noise, profile)
+
+    def answer(self, audio: Any, rate_hz: int = 16000, extra_seconds: float = 0.0, **options: Any) -> Answer:
+        """The offline form: a whole recording (S,), float mono, and `extra_seconds` of silence after it -> Answer.
+
+        `options` are those of `session`. Equals the events of a session that was pushed the same samples.
+        """
+        session = self.session(**options)
+        silence = np.zeros(round(extra_seconds * self.config.input_rate_hz), np.float32)
+        frames: list[Frame] = []
+        session.observe(frames.append)
+        for samples in (audio, silence):
+            for _ in session.feed(samples, rate_hz, block_frames=BLOCK_FRAMES):
+                pass
+        session.finish()
+        quantizers = self.config.codec.num_quantizers
+        return Answer(
+            transcript=session.transcript,
+            text=session.text,
+            function=session.function,
+            text_ids=[frame.text_id for frame in frames],
+            function_ids=[frame.function_id for frame in frames],
+            codes=np.array([frame.codes for frame in frames], np.int32).reshape(-1, quantizers),
+            samples=np.concatenate([np.zeros(0, np.float32), *(frame.samples for frame in frames)]),
+            rate_hz=self.config.output_rate_hz,
+        )
+
+    def voice(self, name: str | None) -> mx.array:
+        """Stored latents (1, P, W) of a voice, by default the config's speaker; InputError lists the names."""
+        chosen = self.config.speaker if name is None else name
+        if chosen not in self._voices:
+            raise InputError(f"There is no voice {chosen!r} in this checkpoint.", f"Voices: {', '.join(self.voices)}.")
+        return self._voices[chosen]
+
+    @property
+    def block_frames(self) -> int:
+        """How many frames perception may run at once when they are all there.
+
+        One where the LLM's input is rounded to bfloat16: blocks differ from single frames by float noise, rounding
+        would turn that into other tokens, and the offline and the streamed form would part.
+        """
+        return BLOCK_FRAMES if self.language.llm.dtype == mx.float32 else 1
+
+    # -- the timeline --------------------------------------------------------------------------------------------
+
+    def init_state(self, voice: mx.array, guidance_scale: float) -> State:
+        """The state after the voice prompt, before position 0; lazy."""
+        pad = mx.array([self.config.pad_id])
+        return State(
+            perception=self.perception.init_state(),
+            rnnt=self.rnnt.init_state(),
+            language=self.language.init_state(),
+            tts=self.tts.warmup(voice, self.tts.init_state(guidance_scale=guidance_scale)),
+            codec=self.codec.init_state(),
+            text_id=pad,
+            function_id=pad,
+        )
+
+    def prefill(self, ids: Sequence[int], state: State, draws: Callable[[int], Draws]) -> State:
+        """Run the system prompt: its embeddings take the audio slot, both channels stay PAD, nothing is spoken.
+
+        The LLM runs in chunks; the TTS feeds its own codes back and steps position by position, the first excepted.
+        """
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            chunk = mx.array([ids[start : start + PREFILL_CHUNK]])
+            pad = mx.full(chunk.shape, self.config.pad_id)
+            fused = self.language.fuse(pad, self.language.embed(chunk), pad)
+            _, state.language = self.language.step(fused, state.language)
+            mx.eval(state.language.arrays)
+        pad = mx.array([self.config.pad_id])
+        for _ in ids[1:]:
+            self._speak(pad, state, draws(state.steps))
+            mx.async_eval(state.tts.arrays)
+        state.position = len(ids)
+        return state
+
+    def wait(self, state: State) -> None:
+        """Evaluate a state, so that the first frame does not pay for its opening."""
+        mx.eval(state.arrays)
+
+    def hear(self, samples: mx.array, state: State) -> list[Heard]:
+        """Whole frames (B, n * 1280) -> n frames' Heard; advances the perception state. Lazy for one frame.
+
+        Several frames are one evaluation: the offline form.
+        """
+        count = samples.shape[1] // self.config.frame_samples_in
+        encoded, projected, state.perception = self.perception.step(samples, state.perception)
+        if count == 1:
+            return [Heard(encoded, projected)]
+        mx.eval(encoded, projected, state.perception)
+        return [Heard(encoded[:, i : i + 1], projected[:, i : i + 1]) for i in range(count)]
+
+    def frame(
+        self,
+        heard: Heard,
+        state: State,
+        draws: Draws | None,
+        forced: Sequence[int] = (NO_FORCE, NO_FORCE),
+        profile: Profile | None = None,
+    ) -> Frame:
+        """One frame of one conversation (B = 1); advances `state` and reads from the device once.
+
+        `forced`: text and function id that replace the model's choice, or NO_FORCE. `draws` is None at position 0,
+        which has no TTS step: its code frame is silence. Each emitted symbol costs one more evaluation.
+        """
+        stage = _stages(profile)
+        stage("perception", heard, state.perception)
+        first = self.rnnt.first(heard.encoded, state.rnnt)
+        stage("rnnt", first)
+        fused = self.language.fuse(state.text_id, heard.projected, state.function_id)
+        hidden, state.language = self.language.step(fused, state.language)
+        chosen = self.language.choose(hidden)
+        state.text_id, state.function_id = (
+            own if token == NO_FORCE else mx.full(own.shape, token, own.dtype)
+            for own, token in zip(chosen, forced, strict=True)
+        )
+        stage("language", state.text_id, state.function_id, state.language.arrays)
+        codes = self._silence
+        if draws is not None:
+            codes = self._speak(state.text_id, state, draws)
+        stage("tts", codes, state.tts.arrays)
+        codes = replace_control_codes(codes, self._silence, self.config.codec.codebook_size)
+        samples, state.codec = self.codec.step(codes[:, None], state.codec)
+        values = self._read([samples, codes, state.text_id, state.function_id, first.ids], state)
+        stage("codec")
+        symbols, state.rnnt = self.rnnt.finish(first, [int(values[-1])], state.rnnt)
+        stage("rnnt")
+        state.position += 1
+        spoken, quantizers = samples.shape[1], codes.shape[1]
+        return Frame(
+            text_id=int(values[-3]),
+            function_id=int(values[-2]),
+            symbols=tuple(symbols[0]),
+            samples=values[:spoken],
+            codes=tuple(values[spoken : spoken + quantizers].astype(int).tolist()),
+        )
+
+    def _speak(self, text_id: mx.array, state: State, draws: Draws) -> mx.array:
+        codes, state.tts = self.tts.step(text_id, state.tts, draws.uniform[None], draws.normal[None])
+        state.steps += 1
+        return codes
+
+    @staticmethod
+    def _read(outputs: list[mx.array], state: State) -> np.ndarray:
+        """The frame's one evaluation: all state, and the outputs as one float32 vector (integers below 2^24 are exact)."""
+        packed = mx.concatenate([a.reshape(-1).astype(mx.float32) for a in outputs])
+        return np.array(mx.depends([packed], state.arrays)[0])
+
+
+def _stages(profile: Profile | None) -> Callable[..., None]:
+    """What marks the end of a stage: on the profile's barrier frames it waits for the arrays, else it does nothing."""
+    if profile is None or not profile.barriers:
+        return lambda name, *arrays: None
+
+    def stage(name: str, *arrays: Any) -> None:
+        mx.eval(*arrays)
+        profile.stage(name)
+
+    return stage
+
+
+def load(model: str | Path, say: Callable[[str], None] = checkpoint.print_notice) -> VoiceChat:
+    """Open a checkpoint: a folder, a hub id (from the cache or fetched) or `tiny`, the packaged demonstration.
+
+    `say` gets notices before a download. Raises CheckpointError and HubError.
+    """
+    folder = checkpoint.find(model, say)
+    config = read_config(folder)
+    parameters = checkpoint.load_parameters(folder, config)
+    return VoiceChat(str(model), config, Tokenizer(folder), parameters)

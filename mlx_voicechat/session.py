@@ -7,6 +7,7 @@ one of NeMo's streaming duplex inference.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import InputError, LimitError, SessionClosedError
-from .model import NO_FORCE, Draws, Frame, State
+from .model import NO_FORCE, Draws, Frame, Heard, State
 from .profile import Profile
 from .text import IncrementalDecoder, TranscriptText
 
@@ -129,13 +130,17 @@ class Session:
         self._function = IncrementalDecoder(model.tokenizer)
         self._transcript = TranscriptText(config.rnnt.pieces)
         self._waiting = np.zeros(0, np.float32)
+        self._heard: deque[Heard] = deque()  # perception may run ahead of the frames
         self._received = 0
         self._forced = [NO_FORCE, NO_FORCE]
         self._turn_open = False
+        self._observers: list[Callable[[Frame], None]] = []
         prompt = config.default_system_prompt if system_prompt is None else system_prompt
         if not isinstance(prompt, str):
             raise InputError(f"system_prompt must be a string, not {type(prompt).__name__}.")
-        self._state = self._open(prompt, model.voice(voice), _checked_guidance(guidance_scale, config.tts.guidance_scale))
+        self._state = self._open(
+            prompt, model.voice(voice), _checked_guidance(guidance_scale, config.tts.guidance_scale)
+        )
 
     @property
     def transcript(self) -> str:
@@ -164,7 +169,8 @@ class Session:
     def feed(self, samples: Any, rate_hz: int = 16000, block_frames: int = 1) -> Iterator[Event]:
         """Like `push`, but yields each event as its frame is done.
 
-        `block_frames` > 1 runs perception over that many waiting frames at once: the offline form, same events.
+        `block_frames` > 1 lets perception run over that many waiting frames at once where that gives the same events
+        (`VoiceChat.block_frames`): the offline form.
         Frames that a caller does not wait for stay in the buffer and run at the next call.
         """
         self._require_open()
@@ -178,6 +184,10 @@ class Session:
             chunk = chunk[: len(chunk) - excess]
         self._waiting = np.concatenate([self._waiting, chunk])
         return self._run(block_frames)
+
+    def observe(self, observer: Callable[[Frame], None]) -> None:
+        """Call `observer` with every frame as the model gave it, ids of the quiet tokens included."""
+        self._observers.append(observer)
 
     def finish(self, pad_partial: bool = True) -> list[Event]:
         """Run what waits (a partial frame zero-padded, unless `pad_partial` is False) and close with Done."""
@@ -199,6 +209,7 @@ class Session:
         """Drop what waits and close with Cancelled."""
         self._require_open()
         self._waiting = self._waiting[:0]
+        self._heard.clear()
         self.closed = True
         return [Cancelled(self.frames)]
 
@@ -241,24 +252,27 @@ class Session:
 
     def _run(self, block_frames: int) -> Iterator[Event]:
         frame_samples = self.model.config.frame_samples_in
-        while len(self._waiting) >= frame_samples:
-            count = min(block_frames, len(self._waiting) // frame_samples)
-            block = self._waiting[: count * frame_samples]
-            if count == 1:
-                self._waiting = self._waiting[frame_samples:]
-                yield from self._frame(mx.array(block)[None])
-                continue
-            heard = self.model.hear_block(mx.array(block)[None], self._state)
-            for index in range(count):
-                self._waiting = self._waiting[frame_samples:]
-                yield from self._frame(None, tuple(part[:, index : index + 1] for part in heard))
+        while self._heard or len(self._waiting) >= frame_samples:
+            if self.profile:
+                self.profile.start()
+            if not self._heard:
+                count = min(block_frames, self.model.block_frames, len(self._waiting) // frame_samples)
+                taken = count * frame_samples
+                samples, self._waiting = self._waiting[:taken], self._waiting[taken:]
+                self._heard.extend(self.model.hear(mx.array(samples)[None], self._state))
+            events = self._frame(self._heard.popleft())
+            if self.profile:
+                self.profile.stop()
+            yield from events
         if self.limited:
             yield LimitReached(self.frames, float(self.max_seconds or 0.0))
 
-    def _frame(self, samples: mx.array | None, heard: tuple[mx.array, ...] | None = None) -> list[Event]:
+    def _frame(self, heard: Heard) -> list[Event]:
         draws = self._draws(self._state.steps) if self._state.position else None
-        forced, self._forced = self._forced, [NO_FORCE, NO_FORCE]
-        frame = self.model.frame(samples, self._state, draws, forced, heard=heard, profile=self.profile)
+        frame = self.model.frame(heard, self._state, draws, self._forced, self.profile)
+        self._forced = [NO_FORCE, NO_FORCE]
+        for observer in self._observers:
+            observer(frame)
         return self._events(frame)
 
     def _events(self, frame: Frame) -> list[Event]:

@@ -1,0 +1,135 @@
+"""What a command shows: notes and progress on stderr, the conversation on stdout as it is produced."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_voicechat import Event
+
+PREFIXES = {"user": "[user] ", "assistant": "", "function": "[function] "}
+QUIET_FRAMES = 5  # a line that was not added to for so long (0.4 s) is over
+
+
+def note(message: str) -> None:
+    """One line for the person at the terminal."""
+    print("note:", " ".join(message.split()), file=sys.stderr, flush=True)
+
+
+class Output:
+    """Standard output whose reader may leave at any time (`| head`): then `closed` is true and nothing is written."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def write(self, text: str) -> None:
+        if self.closed:
+            return
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            self.closed = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
+
+
+class LiveText:
+    """The conversation as it is produced, a line a turn.
+
+    One line is open at a time. What another speaker says meanwhile is held until that line has been quiet for
+    QUIET_FRAMES, so that people who talk over each other do not cut each other's words.
+    """
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._open: str | None = None
+        self._last_frame = 0
+        self._held: list[tuple[str, str]] = []
+        self._seen: set[str] = set()
+
+    def take(self, event: Event) -> None:
+        """Show one event of the session; audio frames carry the clock."""
+        from mlx_voicechat import AudioFrame, FunctionDelta, TextDelta, TranscriptDelta
+
+        if isinstance(event, AudioFrame):
+            if self._held and event.frame_index - self._last_frame >= QUIET_FRAMES:
+                self._release(event.frame_index)
+            return
+        for kind, speaker in ((TranscriptDelta, "user"), (TextDelta, "assistant"), (FunctionDelta, "function")):
+            if isinstance(event, kind):
+                self._say(speaker, event.delta, event.frame_index)
+
+    def close(self) -> None:
+        """Show what was held and end the last line; a user who was not understood has an empty line of their own."""
+        self._release(self._last_frame)
+        if self._open is not None:
+            self._output.write("\n")
+            self._open = None
+        if "user" not in self._seen:
+            self._output.write(PREFIXES["user"].rstrip() + "\n")
+
+    def _say(self, speaker: str, delta: str, frame_index: int) -> None:
+        if not delta:
+            return
+        if self._open not in (None, speaker):
+            self._held.append((speaker, delta))
+            return
+        if self._open is None:
+            delta = delta.lstrip()
+            if not delta:
+                return
+            delta = PREFIXES[speaker] + delta
+        self._open, self._last_frame = speaker, frame_index
+        self._seen.add(speaker)
+        self._output.write(delta)
+
+    def _release(self, frame_index: int) -> None:
+        held, self._held = self._held, []
+        for speaker in dict.fromkeys(name for name, _ in held):
+            if self._open is not None:
+                self._output.write("\n")
+                self._open = None
+            self._say(speaker, "".join(delta for name, delta in held if name == speaker), frame_index)
+
+
+def final_text(transcript: str, text: str, function: str) -> str:
+    """The whole conversation as the offline form prints it: `[user]`, the assistant's text, `[function]` if any."""
+    lines = [PREFIXES["user"] + transcript]
+    lines += [text.strip()] if text.strip() else []
+    lines += [PREFIXES["function"] + function] if function else []
+    return "".join(line.rstrip() + "\n" for line in lines)
+
+
+class Progress:
+    """A bar of frames with the real-time factor (time taken / length of the audio), on a terminal only.
+
+    A terminal that shows the conversation as it is produced shows no bar.
+    """
+
+    def __init__(self, total_frames: int | None, frame_seconds: float, live: bool) -> None:
+        self._frame_seconds = frame_seconds
+        self._started = time.perf_counter()
+        self._bar: Any = None
+        if sys.stderr.isatty() and not (live and sys.stdout.isatty()):
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_frames, unit="frame", file=sys.stderr, dynamic_ncols=True, leave=False)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def take(self, event: Event) -> None:
+        """Count one event; only audio frames move the bar."""
+        from mlx_voicechat import AudioFrame
+
+        if self._bar is not None and isinstance(event, AudioFrame):
+            elapsed, audio = time.perf_counter() - self._started, (event.frame_index + 1) * self._frame_seconds
+            self._bar.set_postfix_str(f"real-time factor {elapsed / audio:.2f}", refresh=False)
+            self._bar.update()

@@ -1,0 +1,413 @@
+"""Duplex LLM: Nemotron-H on summed text, audio and function channels, two heads on one hidden state.
+
+Nemotron-H (arXiv 2504.03624), Mamba-2 (Dao and Gu 2024, arXiv 2405.21060); channels and heads as in NeMo speechlm2.
+N = SSM state size, G = groups, R = heads per group, P = Mamba head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .cache import BLOCK, KvCache
+from .config import LlmConfig, ModelConfig
+
+CHUNK = 64  # positions of one block of the scan; larger ones only add work in its square part
+
+
+class MambaState(NamedTuple):
+    """`conv`: the last k - 1 convolution inputs, oldest first, each (B, 1, channels) in the LLM's type (apart, so that
+    a step moves none of them); `ssm` (B, heads, P, N) float32."""
+
+    conv: tuple[mx.array, ...]
+    ssm: mx.array
+
+
+class LlmState(NamedTuple):
+    """One conversation: a MambaState per Mamba layer (never changed in place), a KvCache per attention layer (is)."""
+
+    mamba: tuple[MambaState, ...]
+    caches: tuple[KvCache, ...]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Everything that a frame's evaluation must cover."""
+        mamba = [array for state in self.mamba for array in (*state.conv, state.ssm)]
+        return mamba + [array for cache in self.caches for array in cache.arrays]
+
+    def copy(self) -> LlmState:
+        """A state that goes on independently of this one."""
+        return LlmState(self.mamba, tuple(cache.copy() for cache in self.caches))
+
+
+class MambaMixer(nn.Module):
+    """Mamba-2 with gated group RMS norm; convolution, dt, state and gating in float32 (HF NemotronHMamba2Mixer)."""
+
+    def __init__(self, config: LlmConfig) -> None:
+        super().__init__()
+        self._config = config
+        inner, channels, heads = config.mamba_inner, config.conv_dim, config.mamba_num_heads
+        bias = config.use_bias or config.mamba_proj_bias
+        self.in_proj = nn.Linear(config.hidden_size, inner + channels + heads, bias=bias)
+        self.conv1d = nn.Conv1d(channels, channels, config.conv_kernel, groups=channels, bias=config.use_conv_bias)
+        self.dt_bias = mx.zeros((heads,))
+        self.A_log = mx.zeros((heads,))
+        self.D = mx.zeros((heads,))
+        self.norm = nn.RMSNorm(inner, config.norm_eps)
+        self.out_proj = nn.Linear(inner, config.hidden_size, bias=bias)
+
+    def prepare(self) -> None:
+        """Build the float32 constants that no step should compute again."""
+        grouped = (self._config.n_groups, -1)
+        wide = [a.astype(mx.float32) for a in (self.A_log, self.dt_bias, self.D, self.norm.weight, self.conv1d.weight)]
+        self._rate = -mx.exp(wide[0].reshape(grouped))
+        self._dt_bias = wide[1].reshape(grouped)
+        self._skip = wide[2].reshape(*grouped, 1)
+        self._gain = wide[3].reshape(grouped)
+        self._taps = [mx.contiguous(wide[4][:, tap, 0]) for tap in range(wide[4].shape[1])]
+        bias = self.conv1d.bias if "bias" in self.conv1d else mx.zeros(wide[4].shape[:1])
+        self._conv_bias = bias.astype(mx.float32)
+        mx.eval(self._rate, self._dt_bias, self._skip, self._gain, self._taps, self._conv_bias)
+
+    def init_state(self, batch: int, dtype: mx.Dtype) -> MambaState:
+        c = self._config
+        conv = tuple(mx.zeros((batch, 1, c.conv_dim), dtype) for _ in range(c.conv_kernel - 1))
+        return MambaState(conv, mx.zeros((batch, c.mamba_num_heads, c.mamba_head_dim, c.ssm_state_size)))
+
+    def step(self, x: mx.array, state: MambaState) -> tuple[mx.array, MambaState]:
+        """x (B, T, H) -> (B, T, H) and the state after the last position."""
+        c = self._config
+        batch, length = x.shape[:2]
+        inner, groups, size = c.mamba_inner, c.n_groups, c.ssm_state_size
+        gate, channels, dt = mx.split(self.in_proj(x), [inner, inner + c.conv_dim], axis=-1)
+        window, conv = _window(state.conv, channels)
+        mixed = self._conv_bias
+        for tap, rows in zip(self._taps, window, strict=True):
+            mixed = mixed + tap * rows
+        mixed = mixed * mx.sigmoid(mixed)
+        value, key, query = mx.split(mixed, [inner, inner + groups * size], axis=-1)
+        value = value.reshape(batch, length, groups, -1, c.mamba_head_dim)
+        key, query = (a.reshape(batch, length, groups, size) for a in (key, query))
+        dt, log_decay = self._time_steps(dt.reshape(batch, length, groups, -1))
+        scan = _scan_one if length == 1 else _scan_many
+        read, ssm = scan(value, key, query, dt, log_decay, state.ssm.reshape(batch, groups, -1, *state.ssm.shape[2:]))
+        gate = gate.astype(mx.float32).reshape(read.shape)
+        out = (read + self._skip * value) * (gate * mx.sigmoid(gate))
+        out = mx.fast.rms_norm(out.reshape(batch, length, groups, -1), None, c.norm_eps) * self._gain
+        out = out.reshape(batch, length, inner).astype(x.dtype)
+        return self.out_proj(out), MambaState(conv, ssm.reshape(state.ssm.shape))
+
+    def _time_steps(self, dt: mx.array) -> tuple[mx.array, mx.array]:
+        """dt (B, T, G, R) as projected -> the steps, positive and within the limit, and the logarithm of the decay."""
+        dt = mx.logaddexp(dt.astype(mx.float32) + self._dt_bias, 0.0)
+        low, high = self._config.time_step_limit or (0.0, math.inf)
+        if low > 0:
+            dt = mx.maximum(dt, low)
+        if high < math.inf:
+            dt = mx.minimum(dt, high)
+        return dt, dt * self._rate
+
+
+def _window(past: tuple[mx.array, ...], channels: mx.array) -> tuple[list[mx.array], tuple[mx.array, ...]]:
+    """What each tap of the causal convolution reads, (B, T, channels) a tap, and the inputs to keep."""
+    kept, length = len(past), channels.shape[1]
+    if length == 1:
+        rows = [*past, channels]
+        return rows, tuple(rows[1:])
+    padded = mx.concatenate([*past, channels], axis=1)
+    # take copies: slices would keep the whole prompt's inputs alive in the state
+    last = mx.take(padded, mx.arange(length, length + kept), axis=1)
+    return [padded[:, tap : tap + length] for tap in range(kept + 1)], tuple(mx.split(last, kept, axis=1))
+
+
+def _scan_one(
+    value: mx.array, key: mx.array, query: mx.array, dt: mx.array, log_decay: mx.array, ssm: mx.array
+) -> tuple[mx.array, mx.array]:
+    """One position of the recurrence `s = exp(log_decay) s + dt value key`; shapes as in `_scan_many`, T = 1."""
+    batch, _, groups, heads, width = value.shape
+    # Both from one kernel. The views that follow stop mx.compile from fusing it into the update, where each of a
+    # head's N x P elements would repeat the exponentials.
+    both = mx.where(mx.array([True, False]).reshape(2, 1, 1, 1, 1), mx.exp(log_decay), dt)
+    decay, dt = both[0, :, 0, :, :, None, None], both[1, :, 0, :, :, None, None]
+    ssm = decay * ssm + (dt * value.squeeze(1)[..., None]) * key.squeeze(1)[:, :, None, None]
+    read = ssm.reshape(batch, groups, heads * width, -1) @ query.squeeze(1)[..., None]
+    return read.reshape(value.shape), ssm
+
+
+def _scan_many(
+    value: mx.array, key: mx.array, query: mx.array, dt: mx.array, log_decay: mx.array, ssm: mx.array
+) -> tuple[mx.array, mx.array]:
+    """value (B, T, G, R, P), key and query (B, T, G, N), dt and log_decay (B, T, G, R), ssm (B, G, R, P, N)
+    -> what the queries read (B, T, G, R, P), state. Blocks of CHUNK positions, as matrix products inside a block
+    (Mamba-2's state space duality); equal to `_scan_one` position by position."""
+    reads = []
+    for start in range(0, value.shape[1], CHUNK):
+        part = slice(start, start + CHUNK)
+        read, ssm = _scan_chunk(*(a[:, part] for a in (value, key, query, dt, log_decay)), ssm)
+        reads.append(read)
+    return mx.concatenate(reads, axis=1), ssm
+
+
+def _scan_chunk(
+    value: mx.array, key: mx.array, query: mx.array, dt: mx.array, log_decay: mx.array, ssm: mx.array
+) -> tuple[mx.array, mx.array]:
+    """`_scan_many` on one block of L positions."""
+    batch, length, groups, heads, width = value.shape
+    value = (dt[..., None] * value).transpose(0, 2, 3, 1, 4)  # (B, G, R, L, P)
+    key, query = (a.transpose(0, 2, 1, 3) for a in (key, query))  # (B, G, L, N)
+    steps = log_decay.transpose(0, 2, 3, 1)  # (B, G, R, L)
+    # decay from position s to t: sums of their own, as differences of running sums would lose digits
+    lower = mx.tri(length, length)
+    spans = mx.cumsum(steps[..., None] * mx.tri(length, length, -1), axis=-2)  # (B, G, R, t, s)
+    decay = mx.exp(spans) * lower
+    reads = (query @ key.swapaxes(-1, -2))[:, :, None] * decay @ value  # (B, G, R, L, P)
+    before = mx.exp(mx.cumsum(steps, axis=-1))[..., None]  # (B, G, R, L, 1)
+    old = query @ ssm.reshape(batch, groups, heads * width, -1).swapaxes(-1, -2)  # (B, G, L, R P)
+    reads = reads + before * old.reshape(batch, groups, length, heads, width).transpose(0, 1, 3, 2, 4)
+    left = (value * decay[..., -1, :, None]).swapaxes(-1, -2).reshape(batch, groups, heads * width, length)
+    ssm = before[..., -1:, :] * ssm + (left @ key).reshape(ssm.shape)
+    return reads.transpose(0, 3, 1, 2, 4), ssm
+
+
+class Attention(nn.Module):
+    """Grouped-query attention without positions (HF NemotronHAttention)."""
+
+    def __init__(self, config: LlmConfig) -> None:
+        super().__init__()
+        self._head_dim = config.head_dim
+        hidden, bias = config.hidden_size, config.attention_bias
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(hidden, queries, bias=bias)
+        self.k_proj = nn.Linear(hidden, keys, bias=bias)
+        self.v_proj = nn.Linear(hidden, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, hidden, bias=bias)
+
+    def project(self, x: mx.array) -> tuple[mx.array, ...]:
+        """x (B, T, H) -> queries, keys, values, each (B, heads, T, head_dim)."""
+        shape = (*x.shape[:2], -1, self._head_dim)
+        return tuple(proj(x).reshape(shape).swapaxes(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, cache: KvCache) -> mx.array:
+        """-> (B, heads, T, head_dim); the only part of the stack whose shapes grow with time."""
+        keys, values, mask = cache.update(keys, values)
+        scale = self._head_dim**-0.5
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+    def output(self, attended: mx.array) -> mx.array:
+        """(B, heads, T, head_dim) -> (B, T, H)."""
+        batch, _, length, _ = attended.shape
+        return self.o_proj(attended.swapaxes(1, 2).reshape(batch, length, -1))
+
+
+class Mlp(nn.Module):
+    """MLP with squared ReLU (So et al. 2021, arXiv 2109.08668)."""
+
+    def __init__(self, config: LlmConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(mx.square(mx.maximum(self.up_proj(x), 0)))
+
+
+MIXERS: dict[str, Callable[[LlmConfig], Any]] = {"M": MambaMixer, "*": Attention, "-": Mlp}
+
+
+class Block(nn.Module):
+    """`x + mixer(norm(x))`."""
+
+    def __init__(self, config: LlmConfig, kind: str) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = MIXERS[kind](config)
+
+
+Segment: TypeAlias = Callable[
+    [mx.array, tuple[mx.array, ...], Sequence[MambaState]],
+    tuple[mx.array, tuple[mx.array, ...], list[MambaState]],
+]
+
+
+def make_segment(before: Block | None, blocks: Sequence[Block], after: Block | None, norm_f: nn.Module) -> Segment:
+    """The way from one attention to the next as a pure function of arrays, so that it can be compiled.
+
+    It takes the residual stream, what the attention of `before` gave and the states of its Mamba blocks; it returns
+    the stream, queries, keys and values of `after` (the last segment: the normed stream and nothing), and new states.
+    """
+
+    def run(
+        x: mx.array, attended: tuple[mx.array, ...], states: Sequence[MambaState]
+    ) -> tuple[mx.array, tuple[mx.array, ...], list[MambaState]]:
+        if before is not None:
+            x = x + before.mixer.output(*attended)
+        old, new = iter(states), []
+        for block in blocks:
+            y = block.norm(x)
+            if isinstance(block.mixer, MambaMixer):
+                y, state = block.mixer.step(y, MambaState(*next(old)))
+                new.append(state)
+            else:
+                y = block.mixer(y)
+            x = x + y
+        if after is None:
+            return norm_f(x), (), new
+        return x, after.mixer.project(after.norm(x)), new
+
+    return run
+
+
+class NemotronH(nn.Module):
+    """The stack of blocks and the final norm (HF NemotronHModel without its embedding)."""
+
+    def __init__(self, config: LlmConfig) -> None:
+        super().__init__()
+        self.layers = [Block(config, kind) for kind in config.pattern]
+        self.norm_f = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self._segments: list[Segment] = []
+        self._compiled: list[Segment] = []
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The LLM's own type: float32 in float32 checkpoints, bfloat16 in bfloat16 and quantised ones."""
+        return self.norm_f.weight.dtype
+
+    @property
+    def segments(self) -> list[Segment]:
+        return self._segments
+
+    def prepare(self) -> None:
+        before: Block | None = None
+        blocks: list[Block] = []
+        self._attentions: list[Attention] = []
+        self._segments, self._counts = [], []
+        for block in [*self.layers, None]:
+            if block is not None and not isinstance(block.mixer, Attention):
+                if isinstance(block.mixer, MambaMixer):
+                    block.mixer.prepare()
+                blocks.append(block)
+                continue
+            self._segments.append(make_segment(before, blocks, block, self.norm_f))
+            self._counts.append(sum(isinstance(b.mixer, MambaMixer) for b in blocks))
+            if block is not None:
+                self._attentions.append(block.mixer)
+            before, blocks = block, []
+        self._compiled = []
+
+    def compile(self) -> None:
+        """Fuse each segment (`mx.compile`) for single positions; weights must stay as they are."""
+        self._compiled = [mx.compile(segment) for segment in self._segments]
+
+    def init_state(self, batch: int = 1) -> LlmState:
+        mixers = [block.mixer for block in self.layers if isinstance(block.mixer, MambaMixer)]
+        count = len(self._attentions)
+        caches = tuple(KvCache(phase=index * BLOCK // count) for index in range(count))
+        return LlmState(tuple(mixer.init_state(batch, self.dtype) for mixer in mixers), caches)
+
+    def step(self, x: mx.array, state: LlmState) -> tuple[mx.array, LlmState]:
+        """x (B, T, H) -> hidden states after the final norm (B, T, H), state."""
+        segments = self._compiled if self._compiled and x.shape[1] == 1 else self._segments
+        mamba: list[MambaState] = []
+        attended: tuple[mx.array, ...] = ()
+        for index, (segment, count) in enumerate(zip(segments, self._counts, strict=True)):
+            x, projected, new = segment(x, attended, state.mamba[len(mamba) : len(mamba) + count])
+            mamba += [MambaState(*each) for each in new]
+            if projected:
+                attended = (self._attentions[index].attend(*projected, state.caches[index]),)
+        return x, LlmState(tuple(mamba), state.caches)
+
+
+class DuplexLm(nn.Module):
+    """Embedding, stack and heads of `stt_model`; one fused input and two token ids per position (NeMo speechlm2).
+
+    `boosts` maps token ids to what is added to their text logits before the choice. Call `prepare` after loading.
+    """
+
+    def __init__(
+        self,
+        config: LlmConfig,
+        *,
+        text_weight: float,
+        user_weight: float,
+        function_weight: float,
+        boosts: Mapping[int, float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.llm = NemotronH(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.function_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._weights = (text_weight, user_weight, function_weight)
+        self._boosts = {token: boost for token, boost in (boosts or {}).items() if boost}
+        self._boost: mx.array | None = None
+        self._vocab_size = config.vocab_size
+        self._fuse: Callable[..., mx.array] = self._fused
+        self._choose: Callable[[mx.array], tuple[mx.array, mx.array]] = self._chosen
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> DuplexLm:
+        return cls(
+            config.llm,
+            text_weight=config.text_weight,
+            user_weight=config.user_weight,
+            function_weight=config.function_weight,
+            boosts={
+                config.pad_id: config.pad_boost,
+                config.bos_id: config.bos_boost,
+                config.eos_id: config.eos_boost,
+            },
+        )
+
+    def prepare(self) -> None:
+        """Build constants and segments; call it after loading and quantising."""
+        self.llm.prepare()
+        if self._boosts:
+            boost = mx.zeros((self._vocab_size,))
+            boost[mx.array(list(self._boosts))] = mx.array(list(self._boosts.values()))
+            self._boost = boost
+            mx.eval(boost)
+        self._fuse, self._choose = self._fused, self._chosen
+
+    def compile(self) -> None:
+        """Fuse what a frame runs; call it after `prepare`, weights must stay as they are from then on."""
+        self.llm.compile()
+        self._fuse, self._choose = mx.compile(self._fused), mx.compile(self._chosen)
+
+    def init_state(self, batch: int = 1) -> LlmState:
+        return self.llm.init_state(batch)
+
+    def embed(self, ids: mx.array) -> mx.array:
+        """ids (B, T) -> (B, T, H); a system prompt's ids so embedded stand in for its audio."""
+        return self.embed_tokens(ids)
+
+    def fuse(self, text_ids: mx.array, audio: mx.array, function_ids: mx.array) -> mx.array:
+        """Previous ids (B, T) or, for one position, (B,); audio (B, T, H) -> input (B, T, H) in the LLM's type."""
+        return self._fuse(text_ids, audio, function_ids)
+
+    def step(self, fused: mx.array, state: LlmState) -> tuple[mx.array, LlmState]:
+        """fused (B, T, H) -> hidden (B, T, H), state. T = 1 is the compiled path, any T gives the same values."""
+        return self.llm.step(fused, state)
+
+    def logits(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        """hidden (B, T, H) -> text logits, boosted, and function logits, each (B, T, V)."""
+        text = self.lm_head(hidden)
+        return text if self._boost is None else text + self._boost, self.function_head(hidden)
+
+    def choose(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        """hidden (B, T, H) -> text ids and function ids (B,) of the last position; plain argmax."""
+        return self._choose(hidden)
+
+    def _fused(self, text_ids: mx.array, audio: mx.array, function_ids: mx.array) -> mx.array:
+        shape = audio.shape[:2]
+        rows = self.embed(mx.stack([text_ids.reshape(shape), function_ids.reshape(shape)]))
+        channels = zip((rows[0], audio, rows[1]), self._weights, strict=True)
+        terms = [a.astype(mx.float32) if weight == 1 else weight * a.astype(mx.float32) for a, weight in channels]
+        return (terms[0] + terms[1] + terms[2]).astype(self.llm.dtype)
+
+    def _chosen(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        text, function = self.logits(hidden[:, -1])
+        return mx.argmax(text, axis=-1), mx.argmax(function, axis=-1)

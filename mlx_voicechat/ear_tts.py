@@ -1,0 +1,332 @@
+"""EAR-TTS: text ids -> codec codes, one frame a step (NeMo `DuplexEARTTS`, `RVQEARTTSModel`).
+
+Shapes: B conversations, G rows of guidance (conditioned first, then free), T frames, W width, Z latent, Q codebooks of
+K rows, V vocabulary, P voice-prompt frames. Everything is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .cache import KvCache
+from .config import (
+    GEMMA_QUERY_SCALE,
+    GLOBAL_LAYER_PERIOD,
+    RMS_EPS,
+    ROPE_BASE_GLOBAL,
+    ROPE_BASE_LOCAL,
+    TtsConfig,
+)
+from .mog import Codebooks, CodeGenerator, GatedMlp, MogHead, sampling_controls
+from .subword import SubwordEncoder
+
+Rotation = tuple[mx.array, mx.array]  # what the two halves of a head are multiplied by, each (1, T, 1, 2, head_dim / 2)
+Projected = tuple[mx.array, mx.array, mx.array]  # queries, keys, values (rows, heads, T, head_dim)
+
+
+class TtsState(NamedTuple):
+    """One or several conversations that step together.
+
+    `latent` (B, Z) is the sum of the rows of the last codes, `controls` (B, 3) see `sampling_controls`; the caches
+    hold G*B rows and are written by a step. `guidance_rows` is G.
+    """
+
+    latent: mx.array
+    controls: mx.array
+    caches: tuple[KvCache, ...]
+    guidance_rows: int
+
+    def copy(self) -> TtsState:
+        """A state that goes on independently."""
+        return self._replace(caches=tuple(cache.copy() for cache in self.caches))
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All arrays, for the evaluation at the end of a frame."""
+        return [self.latent, self.controls, *(array for cache in self.caches for array in cache.arrays)]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normed and rotated queries and keys."""
+
+    def __init__(self, config: TtsConfig) -> None:
+        super().__init__()
+        self._heads, self._kv_heads, self._head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        stacked = (self._heads + 2 * self._kv_heads) * self._head_dim
+        self.qkv_proj = nn.Linear(config.hidden_size, stacked, bias=False)
+        self.o_proj = nn.Linear(self._heads * self._head_dim, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(self._head_dim, RMS_EPS)
+        self.k_norm = nn.RMSNorm(self._head_dim, RMS_EPS)
+
+    def prepare(self) -> None:
+        """Norm weights of all query and key heads as one (heads, 2, head_dim / 2), the query scale in them."""
+        queries = mx.broadcast_to(self.q_norm.weight * GEMMA_QUERY_SCALE, (self._heads, self._head_dim))
+        keys = mx.broadcast_to(self.k_norm.weight, (self._kv_heads, self._head_dim))
+        self._gain = mx.concatenate([queries, keys]).reshape(-1, 2, self._head_dim // 2)
+        mx.eval(self._gain)
+
+    def project(self, x: mx.array, rotation: Rotation) -> Projected:
+        """x (rows, T, W) -> queries, keys, values (rows, heads, T, head_dim).
+
+        Half-split rotary positions written as `first * near + second * far`, so that gain and rotation are one kernel.
+        """
+        rows, steps, _ = x.shape
+        qkv = self.qkv_proj(x).reshape(rows, steps, -1, self._head_dim)
+        turning = self._heads + self._kv_heads
+        normed = mx.fast.rms_norm(qkv, None, RMS_EPS)[:, :, :turning].reshape(rows, steps, turning, 2, -1)
+        near, far = rotation
+        first, second = normed[..., :1, :], normed[..., 1:, :]
+        turned = first * (self._gain[:, :1] * near) + second * (self._gain[:, 1:] * far)
+        turned = turned.reshape(rows, steps, turning, self._head_dim)
+        parts = turned[:, :, : self._heads], turned[:, :, self._heads :], qkv[:, :, turning:]
+        if steps == 1:  # a reshape keeps the strides plain; a transpose would make matrix products copy
+            queries, keys, values = (part.reshape(rows, -1, 1, self._head_dim) for part in parts)
+        else:
+            queries, keys, values = (part.swapaxes(1, 2) for part in parts)
+        return queries, keys, values
+
+
+def attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> mx.array:
+    """Queries (rows, heads, T, head_dim) over the cache -> (rows, T, heads * head_dim); the scale is in the queries.
+
+    One frame takes three plain kernels: the released head size (72) has no fused one, and its fallback takes four.
+    """
+    rows, heads, steps, head_dim = queries.shape
+    if steps > 1:
+        mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
+        return mixed.swapaxes(1, 2).reshape(rows, steps, heads * head_dim)
+    grouped = queries.reshape(rows, keys.shape[1], -1, head_dim)
+    weights = mx.softmax(grouped @ keys.swapaxes(-1, -2), axis=-1)
+    return (weights @ values).reshape(rows, 1, heads * head_dim)
+
+
+class Block(nn.Module):
+    """One Gemma-3 block, cut at its attention: `start` before the cache, `finish` after it."""
+
+    def __init__(self, config: TtsConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, RMS_EPS)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, RMS_EPS)
+        self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, RMS_EPS)
+        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size)
+        self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, RMS_EPS)
+
+    def start(self, x: mx.array, rotation: Rotation) -> Projected:
+        """x (rows, T, W) -> queries, keys, values."""
+        return self.self_attn.project(self.input_layernorm(x), rotation)
+
+    def finish(self, x: mx.array, attended: mx.array) -> mx.array:
+        """x (rows, T, W), attended (rows, T, heads * head_dim) -> (rows, T, W)."""
+        x = x + self.post_attention_layernorm(self.self_attn.o_proj(attended))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+class Backbone(nn.Module):
+    """Gemma-3 text decoder over embeddings that are not scaled; every sixth layer is global, the others windowed."""
+
+    def __init__(self, config: TtsConfig) -> None:
+        super().__init__()
+        self.layers = [Block(config) for _ in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, RMS_EPS)
+        self._window = config.sliding_window
+        self._head_dim = config.head_dim
+        between = [self._between(i) for i in range(1, len(self.layers))]
+        self._plain: tuple[Callable[..., Any], ...] = (self._first, *between, self._last)
+        self._pieces = self._plain
+
+    @staticmethod
+    def is_global(layer: int) -> bool:
+        return (layer + 1) % GLOBAL_LAYER_PERIOD == 0
+
+    def prepare(self) -> None:
+        """Build the constants; call once after the weights are loaded and quantised."""
+        for layer in self.layers:
+            layer.self_attn.prepare()
+        half = self._head_dim // 2
+        rates = [[base ** (-i / half) for i in range(half)] for base in (ROPE_BASE_LOCAL, ROPE_BASE_GLOBAL)]
+        self._rates = mx.array(rates)[:, None, None, None]  # (2, 1, 1, 1, head_dim / 2), radians a frame
+        self._upper = mx.array([[True], [False]])
+        mx.eval(self._rates, self._upper)
+
+    def compile(self) -> None:
+        """Let single frames run as one compiled function between two attentions."""
+        self._pieces = tuple(mx.compile(piece) for piece in self._plain)
+
+    def init_caches(self) -> tuple[KvCache, ...]:
+        layers = range(len(self.layers))
+        return tuple(KvCache(None if self.is_global(i) else self._window, phase=i) for i in layers)
+
+    def __call__(self, x: mx.array, caches: Sequence[KvCache]) -> mx.array:
+        """Embeddings (rows, T, W) that follow what `caches` hold -> hidden states (rows, T, W); writes the caches."""
+        steps = x.shape[1]
+        first, *between, last = self._pieces if steps == 1 else self._plain
+        start = mx.array(caches[0].offset)
+        positions = start[None] if steps == 1 else start + mx.arange(steps)
+        rotations, projected = first(x, positions)
+        for i, (cache, piece) in enumerate(zip(caches[:-1], between, strict=True), start=1):
+            x, projected = piece(x, self._attend(projected, cache), rotations[self.is_global(i)])
+        return last(x, self._attend(projected, caches[-1]))
+
+    @staticmethod
+    def _attend(projected: Projected, cache: KvCache) -> mx.array:
+        queries, keys, values = projected
+        return attend(queries, *cache.update(keys, values))
+
+    def _first(self, x: mx.array, positions: mx.array) -> tuple[tuple[Rotation, Rotation], Projected]:
+        """Rotations of local and global layers at `positions` (T,), and the start of block 0."""
+        angles = positions[:, None, None, None] * self._rates
+        cosine, sine = mx.cos(angles), mx.sin(angles)
+        near, far = mx.where(self._upper, cosine, sine), mx.where(self._upper, -sine, cosine)
+        local, wide = zip(mx.split(near, 2), mx.split(far, 2), strict=True)
+        rotations = local, wide
+        return rotations, self.layers[0].start(x, rotations[self.is_global(0)])
+
+    def _between(self, i: int) -> Callable[[mx.array, mx.array, Rotation], tuple[mx.array, Projected]]:
+        def piece(x: mx.array, attended: mx.array, rotation: Rotation) -> tuple[mx.array, Projected]:
+            x = self.layers[i - 1].finish(x, attended)
+            return x, self.layers[i].start(x, rotation)
+
+        return piece
+
+    def _last(self, x: mx.array, attended: mx.array) -> mx.array:
+        return self.norm(self.layers[-1].finish(x, attended))
+
+
+class GatedFusion(nn.Module):
+    """Mixes the audio and the text side of a frame, (..., W) each -> (..., W)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.audio_proj = nn.Linear(width, width)
+        self.text_proj = nn.Linear(width, width)
+        self.gate = mx.zeros((width,))
+        self.residual_scale = mx.zeros(())
+        self.final_norm = nn.RMSNorm(width, RMS_EPS)
+
+    def prepare(self) -> None:
+        scale, gate = (mx.sigmoid(a.astype(mx.float32)) for a in (self.residual_scale, self.gate))
+        self._audio_gain, self._text_gain = scale * gate, scale * (1 - gate)
+        mx.eval(self._audio_gain, self._text_gain)
+
+    def text(self, conditioning: mx.array) -> mx.array:
+        """The text side's share (..., W); it depends on the token id alone."""
+        return self._text_gain * self.text_proj(conditioning)
+
+    def __call__(self, audio: mx.array, text: mx.array) -> mx.array:
+        """`audio` (..., W) is already divided by Q; `text` is what `text()` gave, of any shape that broadcasts."""
+        return self.final_norm(self._audio_gain * self.audio_proj(audio) + text)
+
+
+class EarTts(nn.Module):
+    """The whole TTS; `vocab_size` is the text vocabulary's. Call `prepare` once after the weights are in place."""
+
+    def __init__(self, config: TtsConfig, vocab_size: int) -> None:
+        super().__init__()
+        width, self._config = config.hidden_size, config
+        self.backbone = Backbone(config)
+        self.rvq_embs = mx.zeros((config.num_quantizers, config.codebook_size, config.latent_size))
+        self.embed_code = nn.Linear(config.latent_size, width, bias=False)
+        self.gated_fusion_audio_text = GatedFusion(width)
+        self.bos_emb = mx.zeros((width,))
+        self.null_emb = mx.zeros((width,))
+        self.embed_subword = SubwordEncoder(config, vocab_size)
+        self.mog_head = MogHead(config)
+
+    def prepare(self, char_ids: Sequence[Sequence[int]], silence_codes: mx.array, pad_id: int, eos_id: int) -> None:
+        """Build all constants, the text share of every token id among them, and evaluate them.
+
+        `char_ids`: the characters of ids 0 .. V-1; `silence_codes` (Q,): the codec's codes of silence.
+        """
+        fusion = self.gated_fusion_audio_text
+        for part in (self.backbone, fusion, self.mog_head):
+            part.prepare()
+        self._pad_id, self._eos_id = pad_id, eos_id
+        self._books = Codebooks(self.rvq_embs)
+        self._silence = self._books.embed(silence_codes)
+        self._text_rows = self.embed_subword.table(char_ids, fusion.text)
+        self._null_row = fusion.text(self.null_emb)
+        self._conditioned = mx.array([[[True]], [[False]]])
+        mx.eval(self._silence, self._null_row, self._conditioned)
+        self._embed = self.embed
+        self._generate: Callable[..., tuple[mx.array, mx.array]] = CodeGenerator(
+            self.mog_head, self.embed_code, self._books, self._config.pass_counts
+        )
+
+    def compile(self) -> None:
+        """Compile all fixed-shape work of a step; call after `prepare`. Weights are captured, so load them before."""
+        self.backbone.compile()
+        self._embed = mx.compile(self.embed)
+        self._generate = mx.compile(self._generate)
+
+    def init_state(
+        self,
+        batch: int = 1,
+        guidance_scale: float | None = None,
+        top_p: float | None = None,
+        noise_scale: float | None = None,
+    ) -> TtsState:
+        """Before the voice prompt; what is None comes from the config. A guidance scale of 0 halves the rows."""
+        scale, mass, noise = (
+            default if given is None else given
+            for given, default in (
+                (guidance_scale, self._config.guidance_scale),
+                (top_p, self._config.top_p),
+                (noise_scale, self._config.noise_scale),
+            )
+        )
+        return TtsState(
+            latent=mx.zeros((batch, self._config.latent_size)),
+            controls=sampling_controls(scale, mass, noise, batch),
+            caches=self.backbone.init_caches(),
+            guidance_rows=1 if scale == 0 else 2,
+        )
+
+    def warmup(self, voice: mx.array, state: TtsState) -> TtsState:
+        """Run the voice prompt, latents (1, P, W), through the backbone; `state` must be fresh.
+
+        The first fed-back code is MASK, which adds nothing: the latent stays zero.
+        """
+        self.backbone(self.prompt_inputs(voice, state.latent.shape[0], state.guidance_rows), state.caches)
+        return state
+
+    def prompt_inputs(self, voice: mx.array, batch: int, guidance_rows: int) -> mx.array:
+        """Backbone inputs (G*B, P, W) of the voice prompt.
+
+        Text: PAD, EOS last, masked but for the last two. Audio: the stored latents, then the code of silence with
+        `bos_emb`; the codes of all earlier positions are overwritten by the latents.
+        """
+        fusion, length = self.gated_fusion_audio_text, voice.shape[1]
+        opening = self.embed_code(self._silence) + self.bos_emb
+        audio = mx.concatenate([voice[0, :-1], opening[None]])
+        masked = fusion.text(self.embed_subword.unmasked(mx.array([self._pad_id])))
+        spoken = mx.take(self._text_rows, mx.array([self._pad_id, self._eos_id]), axis=0)
+        text = mx.concatenate([mx.broadcast_to(masked, (length - 2, masked.shape[1])), spoken])
+        sides = mx.stack([text, mx.broadcast_to(self._null_row, text.shape)][:guidance_rows])
+        return mx.repeat(fusion(audio / self._config.num_quantizers, sides), batch, axis=0)
+
+    def embed(self, text_ids: mx.array, latent: mx.array, guidance_rows: int) -> mx.array:
+        """Text ids (B,) and the previous latent (B, Z) -> backbone inputs (G*B, 1, W); EOS hears silence."""
+        latent = mx.where(text_ids[:, None] == self._eos_id, self._silence, latent)
+        audio = self.embed_code(latent / self._config.num_quantizers)
+        text = mx.take(self._text_rows, text_ids, axis=0)
+        if guidance_rows == 2:
+            text = mx.where(self._conditioned, text, self._null_row)
+        return self.gated_fusion_audio_text(audio, text).reshape(-1, 1, audio.shape[-1])
+
+    def step(
+        self, text_ids: mx.array, state: TtsState, uniform: mx.array, normal: mx.array
+    ) -> tuple[mx.array, TtsState]:
+        """One frame: text ids (B,), draws uniform (B, passes, C) and normal (B, passes, Z) -> codes (B, Q), state."""
+        x = self._embed(text_ids, state.latent, state.guidance_rows)
+        hidden = self.backbone(x, state.caches)
+        codes, latent = self._generate(hidden, uniform, normal, state.controls)
+        return codes, state._replace(latent=latent)

@@ -1,0 +1,112 @@
+"""The safetensors files of a checkpoint folder: which tensors they hold, and whether every file is whole.
+
+Reads headers only and needs no MLX, so that a download can be checked before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+GET_AGAIN = "The download was interrupted: repeat it, or the command that started it."
+NAMED_AT_MOST = 5  # tensors or files spelled out in a message; the rest is counted
+_PREFIX_BYTES = 8  # safetensors: the header's length, little-endian, then the header, then the data
+
+
+class Stored(NamedTuple):
+    """One tensor as its file holds it."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def some_of(names: list[str]) -> str:
+    """The first few of `names` and a count of the others, for a message."""
+    rest = len(names) - NAMED_AT_MOST
+    return ", ".join(names[:NAMED_AT_MOST]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def files(folder: Path) -> list[str]:
+    """Names of the safetensors files that make up the checkpoint; raises CheckpointError when one is absent."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        if (folder / SINGLE_FILE).is_file():
+            return [SINGLE_FILE]
+        if any(folder.glob("model-*.safetensors")):
+            raise CheckpointError(f"{folder} has safetensors shards but no {INDEX_FILE}.", GET_AGAIN)
+        raise CheckpointError(f"{folder} has no weights: neither {INDEX_FILE} nor {SINGLE_FILE}.", GET_AGAIN)
+    named = sorted(set(_weight_map(index).values()))
+    absent = [name for name in named if not (folder / name).is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{folder} lacks {len(absent)} of the {len(named)} files that {INDEX_FILE} names: {some_of(absent)}.",
+            GET_AGAIN,
+        )
+    return named
+
+
+def verify(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the checkpoint by name, after checking that all files are there and whole.
+
+    Raises CheckpointError: no weights, a file absent, cut off, or not safetensors, a tensor absent from its file.
+    """
+    found: dict[str, Stored] = {}
+    for name in files(folder):
+        found |= {tensor: Stored(name, *entry) for tensor, entry in _header(folder / name).items()}
+    if (folder / INDEX_FILE).is_file():
+        lost = sorted(
+            t for t, file in _weight_map(folder / INDEX_FILE).items() if t not in found or found[t].file != file
+        )
+        if lost:
+            raise CheckpointError(
+                f"{folder}: {len(lost)} tensors are not in the file that {INDEX_FILE} names: {some_of(lost)}.",
+                GET_AGAIN,
+            )
+    return found
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if any(Path(file).name != file for file in names.values()):
+            raise ValueError("a file name is not a plain name")
+        return dict(names)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not a safetensors index: {error}.", GET_AGAIN) from None
+
+
+def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of each tensor of one file, whose size must be what its header says."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            prefix = stream.read(_PREFIX_BYTES)
+            length = int.from_bytes(prefix, "little")
+            text = stream.read(min(length, size))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    if prefix == b"version ":
+        raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself.", "Run `git lfs pull` in its folder.")
+    if text[:1] not in (b"{", b""):
+        raise CheckpointError(f"{path} is not a safetensors file.", GET_AGAIN)
+    start = _PREFIX_BYTES + length
+    if len(prefix) < _PREFIX_BYTES or size < start:
+        raise CheckpointError(f"{path} is cut off after {size:,} bytes, inside its header.", GET_AGAIN)
+    try:
+        header: dict[str, Any] = json.loads(text)
+        header.pop("__metadata__", None)
+        end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        tensors = {name: (tuple(entry["shape"]), str(entry["dtype"])) for name, entry in header.items()}
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        raise CheckpointError(f"{path} is not a safetensors file: its header cannot be read.", GET_AGAIN) from None
+    if size < end:
+        raise CheckpointError(f"{path} is cut off: it has {size:,} of {end:,} bytes.", GET_AGAIN)
+    if size > end:
+        raise CheckpointError(f"{path} is damaged: it has {size:,} bytes, its header says {end:,}.", GET_AGAIN)
+    return tensors
