@@ -6,96 +6,106 @@ import contextlib
 import json
 import math
 import sys
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from mlx_voicechat.errors import InputError, LimitError
 
-from .conversation import Interrupt, converse, open_recording, timeline
-from .outputs import Sinks, check_targets, replacing
+from .conversation import Interrupt, converse, cut, silence
+from .outputs import Outputs, Targets, replacing
 from .render import LiveText, Output, Progress, final_text, note
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event, Session
 
 DEFAULT_MODEL = "mlx-community/NemotronLabs-VoiceChat-11B-4bit"
+BLOCK_FRAMES = 512  # perception at once when offline: far cheaper than frame by frame, and flat in memory
+MAX_EXTRA_SECONDS = 600
 INTERRUPTED = 130  # exit code of a program ended by Ctrl-C
 STREAMING, MORE = "Streaming", "More output"  # panels of the help text
 
 
-def _finite(value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is not a finite number.")
+def _seconds(value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value:g} is not a number above 0.")
     return value
 
 
-def _positive(value: float | None) -> float | None:
-    if value is not None and value <= 0:
-        raise typer.BadParameter(f"{value:g} is not above 0.")
-    return _finite(value)
+def _extra_seconds(value: float) -> float:
+    if not 0 <= value <= MAX_EXTRA_SECONDS:
+        raise typer.BadParameter(f"{value:g} is not a number from 0 to {MAX_EXTRA_SECONDS}.")
+    return value
+
+
+def _not_negative(value: Any) -> Any:
+    if value is not None and not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{value} is not a number of at least 0.")
+    return value
 
 
 def generate(
-    audio: Annotated[
-        str,
-        typer.Option(metavar="PATH", help="The user's side: WAV, FLAC, OGG or MP3 at any rate; - is standard input."),
-    ],
+    audio: Annotated[str, Option(metavar="PATH", help="The user's side: WAV, FLAC, OGG, MP3 ...; - is stdin.")],
     model: Annotated[
         str,
-        typer.Option("-m", "--model", envvar="MLX_VOICECHAT_MODEL", help="A folder, a Hub repository, or tiny."),
+        Option(
+            "-m",
+            "--model",
+            metavar="MODEL",
+            envvar="MLX_VOICECHAT_MODEL",
+            show_default=False,
+            help="A folder, a Hub repository, or tiny; the 11B model in 4 bits if absent.",
+        ),
     ] = DEFAULT_MODEL,
     prompt: Annotated[
-        str | None,
-        typer.Option("-p", "--prompt", "--system-prompt", metavar="TEXT", help="System prompt; none if absent."),
+        str | None, Option("-p", "--prompt", "--system-prompt", metavar="TEXT", help="System prompt; none if absent.")
     ] = None,
     output_audio: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the assistant's speech: 22050 Hz mono 16-bit WAV.")
+        Path | None, Option(metavar="FILE", help="Write the assistant's speech: WAV, 22050 Hz, mono, 16 bits.")
     ] = None,
     extra_decoding_seconds: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS", min=0, max=600, callback=_finite, help="Silence after the recording: time to answer."
-        ),
+        Option(metavar="SECONDS", callback=_extra_seconds, help="Silence added, so that answers can end: 0 to 600."),
     ] = 3.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the speech's noise: same seed, same bytes.")] = 0,
-    voice: Annotated[
-        str | None, typer.Option(metavar="NAME", help="One of the checkpoint's voices; its own if absent.")
-    ] = None,
+    seed: Annotated[
+        int, Option(metavar="N", callback=_not_negative, help="Of the speech's noise: same seed, same bytes.")
+    ] = 0,
+    voice: Annotated[str | None, Option(metavar="NAME", help="One of the model's voices, if it has several.")] = None,
     guidance_scale: Annotated[
-        float | None, typer.Option(min=0, callback=_finite, help="Of the speech; the checkpoint's own if absent.")
+        float | None,
+        Option(metavar="X", callback=_not_negative, help="How closely speech follows text; else the model's."),
     ] = None,
     max_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", callback=_positive, help="Refuse a longer recording before any work.")
+        float, Option(metavar="SECONDS", callback=_seconds, help="Refuse a longer recording at once.")
     ] = 3600.0,
     stream: Annotated[
-        bool, typer.Option("--stream", rich_help_panel=STREAMING, help="Run frame by frame (80 ms), print as it speaks.")
+        bool, Option("--stream", rich_help_panel=STREAMING, help="Run frame by frame, print as it speaks.")
     ] = False,
     max_streaming_seconds: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS", callback=_positive, rich_help_panel=STREAMING, help="Stop with an error after so much."
+        Option(
+            metavar="SECONDS", callback=_seconds, rich_help_panel=STREAMING, help="Stop, with an error, after so much."
         ),
     ] = None,
     profile: Annotated[
-        bool, typer.Option("--profile", rich_help_panel=STREAMING, help="Print frame times by stage, JSON on stderr.")
+        bool, Option("--profile", rich_help_panel=STREAMING, help="Frame times by stage as JSON on stderr.")
     ] = False,
     profile_json: Annotated[
-        Path | None, typer.Option(metavar="FILE", rich_help_panel=STREAMING, help="Write the profile there instead.")
+        Path | None, Option(metavar="FILE", rich_help_panel=STREAMING, help="Write them to a file instead.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=MORE, help="Print one JSON object instead of text.")
-    ] = False,
+    as_json: Annotated[bool, Option("--json", rich_help_panel=MORE, help="Print one JSON object, not text.")] = False,
     both_sides: Annotated[
-        Path | None, typer.Option(metavar="FILE", rich_help_panel=MORE, help="Stereo WAV: user left, assistant right.")
+        Path | None, Option(metavar="FILE", rich_help_panel=MORE, help="Stereo WAV: user left, assistant right.")
     ] = None,
     events: Annotated[
-        Path | None, typer.Option(metavar="FILE", rich_help_panel=MORE, help="JSON lines: every event with its times.")
+        Path | None, Option(metavar="FILE", rich_help_panel=MORE, help="Every event with its times, JSON lines.")
     ] = None,
-    n: Annotated[str | None, typer.Option("-n", hidden=True)] = None,
-    image: Annotated[str | None, typer.Option(hidden=True)] = None,
-    video: Annotated[str | None, typer.Option(hidden=True)] = None,
+    n: Annotated[str | None, Option("-n", hidden=True)] = None,
+    image: Annotated[str | None, Option(hidden=True)] = None,
+    video: Annotated[str | None, Option(hidden=True)] = None,
 ) -> None:
     """Answer a recording: print what was said, and write what the assistant speaks.
 
@@ -110,46 +120,51 @@ def generate(
             raise InputError(f"{option} works only together with --stream.")
     if n is not None:
         note("-n is ignored: the output is as long as the recording and the silence after it.")
-    targets = {"--output-audio": output_audio, "--both-sides": both_sides}
-    targets |= {"--events": events, "--profile-json": profile_json}
-    check_targets(targets, audio)
-    recording = open_recording(audio, max_seconds)
+    targets = Targets(output_audio, both_sides, events, profile_json)
+    targets.check(audio)
 
     import mlx_voicechat
-    from mlx_voicechat.model import BLOCK_FRAMES
+    from mlx_voicechat.audio import AudioReader
 
-    loaded = mlx_voicechat.load(model, say=note)
-    if loaded.config.demonstration:
-        note(f"{loaded.name} is {loaded.config.demonstration}. The real checkpoint is {DEFAULT_MODEL}.")
-    session = loaded.session(
-        system_prompt=prompt,
-        seed=seed,
-        max_seconds=max_streaming_seconds,
-        voice=voice,
-        guidance_scale=guidance_scale,
-        profile=profile,
-    )
-    block_frames = 1 if stream else BLOCK_FRAMES
-    blocks, total_frames = timeline(recording, extra_decoding_seconds, loaded.config, block_frames)
     output = Output()
     live = LiveText(output) if stream and not as_json else None
     last: Event | None = None
-    with contextlib.ExitStack() as files, Interrupt() as interrupt:
-        sinks = Sinks(files, loaded.config, output_audio, both_sides, events)
-        progress = files.enter_context(Progress(total_frames, loaded.config.frame_seconds, live is not None))
-        for last in converse(session, sinks.hearing(blocks), block_frames, interrupt):
-            sinks.take(last)
+    with contextlib.ExitStack() as files:
+        recording = files.enter_context(AudioReader(audio, max_seconds=max_seconds))
+        if recording.note:
+            note(recording.note)
+        loaded = mlx_voicechat.load(model, say=note)
+        config = loaded.config
+        if config.demonstration:
+            note(f"{loaded.name} is a demonstration: {config.demonstration}. The real model is {DEFAULT_MODEL}.")
+        session = loaded.session(
+            system_prompt=prompt,
+            seed=seed,
+            max_seconds=max_streaming_seconds,
+            voice=voice,
+            guidance_scale=guidance_scale,
+            profile=profile,
+        )
+        interrupt = files.enter_context(Interrupt())
+        outputs = Outputs(files, targets, config)
+        total_seconds = recording.seconds + extra_decoding_seconds
+        progress = files.enter_context(Progress(total_seconds, config.frame_seconds, live is not None))
+        block_frames = 1 if stream else BLOCK_FRAMES
+        pieces = chain(recording, silence(round(extra_decoding_seconds * config.input_rate_hz)))
+        blocks = outputs.hearing(cut(pieces, block_frames * config.frame_samples_in))
+        for last in converse(session, blocks, block_frames, interrupt):
+            outputs.take(last)
             progress.take(last)
             if live:
                 live.take(last)
-            if output.closed and not any(targets.values()):
+            if output.closed and not targets:
                 return  # nobody reads on, and nothing is to be written
         if session.frames == 0:
             _fail_if_cut_short(session, last)  # and leave existing files as they are
-        sinks.finish()
+        outputs.finish()
         if session.profile:
-            report = json.dumps(session.profile.summary(), indent=2) + "\n"
-            (files.enter_context(replacing(profile_json)) if profile_json else sys.stderr).write(report)
+            summary = json.dumps(session.profile.summary(), indent=2) + "\n"
+            (files.enter_context(replacing(profile_json)) if profile_json else sys.stderr).write(summary)
     if live:
         live.close()
     elif as_json:
@@ -183,10 +198,8 @@ def _fail_if_cut_short(session: Session, last: Event | None) -> None:
 
     seconds = session.frames * session.model.config.frame_seconds
     if isinstance(last, Cancelled):
-        note(f"interrupted after {seconds:.2f} s; what was spoken so far is complete.")
+        note(f"interrupted after {seconds:.2f} s of the conversation.")
         raise typer.Exit(INTERRUPTED)
     if session.limited:
-        raise LimitError(
-            f"The session reached its limit of {session.max_seconds:g} s (--max-streaming-seconds).",
-            f"The {seconds:.2f} s spoken so far are complete.",
-        )
+        limit = f"{session.max_seconds:g} s (--max-streaming-seconds)"
+        raise LimitError(f"The conversation was stopped after {seconds:.2f} s by its limit of {limit}.")

@@ -46,7 +46,7 @@ def root(
 ) -> None:
     """NVIDIA NemotronLabs VoiceChat, a full-duplex speech-to-speech model, on Apple Silicon.
 
-    Try it without a download: [bold]mlx-voicechat generate -m tiny --audio question.wav --output-audio answer.wav[/bold]
+    Try it without a download: [bold]mlx-voicechat generate -m tiny --audio question.wav[/bold]
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -1,65 +1,97 @@
-"""Files a command writes: checked before the model loads, replaced only by complete ones."""
+"""Files that `generate` writes: checked before the model loads, put in place whole or not at all."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import re
-import tempfile
+import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_voicechat.errors import InputError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mlx_voicechat import Event
+    from mlx_voicechat.audio import Resampler, WavWriter
+    from mlx_voicechat.config import ModelConfig
 
 
-def check_targets(targets: Mapping[str, Path | None], recording: str) -> None:
-    """Refuse, with InputError, targets (option -> path) that cannot be written or are one file named twice.
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """The files that were asked for."""
 
-    `recording` is the input, which is never overwritten.
-    """
-    taken = {} if recording == "-" else {os.path.realpath(recording): "--audio"}
-    for option, path in targets.items():
-        if path is None:
-            continue
-        place = os.path.realpath(path)
-        if place in taken:
-            raise InputError(f"{option}: {path} is also the file of {taken[place]}.", "Name another one.")
-        taken[place] = option
-        if not os.path.isdir(os.path.dirname(place)):
-            raise InputError(f"{option}: the folder {path.parent} does not exist.", "Create it first.")
-        if os.path.isdir(place):
-            raise InputError(f"{option}: {path} is a folder.", "Name a file in it.")
-        if os.path.exists(place) and not os.path.isfile(place):
-            continue  # a device or a pipe: written as it stands
-        try:
-            with tempfile.NamedTemporaryFile(dir=os.path.dirname(place), prefix=os.path.basename(place)):
+    output_audio: Path | None = None
+    both_sides: Path | None = None
+    events: Path | None = None
+    profile_json: Path | None = None
+
+    def __bool__(self) -> bool:
+        return any(path is not None for _, path in self.named())
+
+    def named(self) -> Iterator[tuple[str, Path | None]]:
+        """(option, path) of each."""
+        for field in dataclasses.fields(self):
+            yield "--" + field.name.replace("_", "-"), getattr(self, field.name)
+
+    def check(self, recording: str) -> None:
+        """Raise InputError or AudioError if one cannot be written, or is the recording, or is asked for twice."""
+        from mlx_voicechat.audio import WavWriter
+
+        taken = {} if recording == "-" else {os.path.realpath(recording): "--audio"}
+        for option, path in self.named():
+            if path is None:
+                continue
+            place = os.path.realpath(path)
+            if place in taken:
+                raise InputError(f"{option} and {taken[place]} are both {path}.", "Name another file.")
+            taken[place] = option
+            try:
+                os.stat(path)
+            except FileNotFoundError:
                 pass
-        except OSError as error:
-            raise InputError(f"{option}: {path} cannot be written: {error.strerror}.") from None
+            except OSError as fault:  # a name too long, a file where a folder should be
+                raise InputError(f"{option} cannot be {path}: {fault.strerror}.") from None
+            if path in (self.output_audio, self.both_sides):
+                WavWriter(path, rate_hz=1).abort()
+            else:
+                _check_text(option, path)
 
 
-@contextlib.contextmanager
+def _check_text(option: str, path: Path) -> None:
+    folder = Path(os.path.realpath(path)).parent
+    if path.is_dir():
+        raise InputError(f"{option} cannot be {path}: it is a folder.", "Name a file in it.")
+    if not path.exists() and not folder.is_dir():
+        raise InputError(f"{option} cannot be {path}: there is no folder {folder}.", "Make it first.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InputError(f"{option} cannot be {path}: permission denied.")
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """A text file that takes the place of `path` when the block ends well, and vanishes when it does not."""
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        with target.open("w", encoding="utf-8") as file:
+    """A text file that takes the place of `path` when the block ends well and vanishes when it raised.
+
+    What is no regular file (a pipe, /dev/stderr) is written as it stands.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as file:
             yield file
         return
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        with partial.open("x", encoding="utf-8") as file:
+        with part.open("x", encoding="utf-8") as file:
             yield file
-        partial.replace(target)
+        part.replace(target)
     finally:
-        partial.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
 
 
 class EventLog:
@@ -71,32 +103,19 @@ class EventLog:
         self._started = time.perf_counter()
 
     def take(self, event: Event) -> None:
-        """Add one event; audio frames without their samples."""
+        """Add one event; an audio frame without its samples."""
         line: dict[str, Any] = {
             "event": re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(event).__name__).lower(),
             "time_seconds": round(event.frame_index * self._frame_seconds, 6),
             "wall_seconds": round(time.perf_counter() - self._started, 6),
         }
-        line |= {f.name: getattr(event, f.name) for f in dataclasses.fields(event) if f.name != "samples"}
+        line |= {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+        line.pop("samples", None)
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-class Speech:
-    """The assistant's side: every audio frame's samples, one channel."""
-
-    def __init__(self, writer: WavWriter) -> None:
-        self._writer = writer
-
-    def take(self, event: Event) -> None:
-        """Add one event; only audio frames have something to write."""
-        from mlx_voicechat import AudioFrame
-
-        if isinstance(event, AudioFrame):
-            self._writer.write(event.samples)
-
-
 class BothSides:
-    """Stereo at the output rate: the user left, the assistant right, as long as what the assistant gave.
+    """Stereo at the output rate: the user left, the assistant right, and as long as the assistant's side.
 
     The user's side goes through a resampler that keeps its state, so either side may be ahead for a while.
     """
@@ -106,31 +125,69 @@ class BothSides:
 
         self._writer = writer
         self._resampler = resampler
-        self._sides = [np.zeros(0, np.float32), np.zeros(0, np.float32)]
+        self._user = self._assistant = np.zeros(0, np.float32)
 
     def hear(self, samples: np.ndarray) -> None:
-        """Add what the user said: float32 mono at the input rate."""
-        self._add(0, self._resampler.push(samples))
+        """Add what the user said: (S,) at the input rate."""
+        self._add(self._resampler.push(samples), self._assistant[:0])
 
-    def take(self, event: Event) -> None:
-        """Add one event; only audio frames have something to write."""
-        from mlx_voicechat import AudioFrame
-
-        if isinstance(event, AudioFrame):
-            self._add(1, event.samples)
+    def speak(self, samples: np.ndarray) -> None:
+        """Add what the assistant said: (S,) at the output rate."""
+        self._add(self._user[:0], samples)
 
     def finish(self) -> None:
-        """Bring the user's side to the length of the assistant's: flushed, then cut or padded with silence."""
+        """Write the rest of the user's side, cut or filled with silence to the length of the assistant's."""
+        self._add(self._resampler.finish(), self._assistant[:0])
+        self._add(self._assistant * 0, self._assistant[:0])
+
+    def _add(self, user: np.ndarray, assistant: np.ndarray) -> None:
         import numpy as np
 
-        self._add(0, self._resampler.flush())
-        self._add(0, np.zeros(len(self._sides[1]), np.float32))
+        self._user = np.concatenate([self._user, user])
+        self._assistant = np.concatenate([self._assistant, assistant])
+        if ready := min(len(self._user), len(self._assistant)):
+            self._writer.write(np.stack([self._user[:ready], self._assistant[:ready]], axis=1))
+            self._user, self._assistant = self._user[ready:], self._assistant[ready:]
 
-    def _add(self, side: int, samples: np.ndarray) -> None:
-        import numpy as np
 
-        self._sides[side] = np.concatenate([self._sides[side], samples])
-        ready = min(map(len, self._sides))
-        if ready:
-            self._writer.write(np.stack([part[:ready] for part in self._sides], axis=1))
-            self._sides = [part[ready:] for part in self._sides]
+class Outputs:
+    """The files of one conversation, open; `files` puts them in place, or drops them when its block raised."""
+
+    def __init__(self, files: ExitStack, targets: Targets, config: ModelConfig) -> None:
+        from mlx_voicechat.audio import Resampler, WavWriter
+
+        rate_hz = config.output_rate_hz
+        self._speech: WavWriter | None = None
+        self._sides: BothSides | None = None
+        self._log: EventLog | None = None
+        if targets.output_audio:
+            self._speech = files.enter_context(WavWriter(targets.output_audio, rate_hz))
+        if targets.both_sides:
+            stereo = files.enter_context(WavWriter(targets.both_sides, rate_hz, channels=2))
+            self._sides = BothSides(stereo, Resampler(config.input_rate_hz, rate_hz))
+        if targets.events:
+            self._log = EventLog(files.enter_context(replacing(targets.events)), config.frame_seconds)
+
+    def hearing(self, blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """The same blocks, noted as the user's side."""
+        for block in blocks:
+            if self._sides:
+                self._sides.hear(block)
+            yield block
+
+    def take(self, event: Event) -> None:
+        """Write what one event brings."""
+        from mlx_voicechat import AudioFrame
+
+        if self._log:
+            self._log.take(event)
+        if isinstance(event, AudioFrame):
+            if self._speech:
+                self._speech.write(event.samples)
+            if self._sides:
+                self._sides.speak(event.samples)
+
+    def finish(self) -> None:
+        """Bring both sides to one length; after the last event."""
+        if self._sides:
+            self._sides.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -109,14 +110,15 @@ class Progress:
     A terminal that shows the conversation as it is produced shows no bar.
     """
 
-    def __init__(self, total_frames: int | None, frame_seconds: float, live: bool) -> None:
+    def __init__(self, total_seconds: float, frame_seconds: float, live: bool) -> None:
         self._frame_seconds = frame_seconds
         self._started = time.perf_counter()
         self._bar: Any = None
         if sys.stderr.isatty() and not (live and sys.stdout.isatty()):
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total_frames, unit="frame", file=sys.stderr, dynamic_ncols=True, leave=False)
+            frames = math.ceil(total_seconds / frame_seconds)
+            self._bar = tqdm(total=frames, unit="frame", file=sys.stderr, dynamic_ncols=True, leave=False)
 
     def __enter__(self) -> Progress:
         return self

@@ -20,7 +20,7 @@ class Kind(str, Enum):
 def synth(
     kind: Annotated[
         Kind,
-        typer.Argument(help="random: small; deep: the real layer counts, narrow; full-4bit: the real sizes, about 9 GB."),
+        typer.Argument(help="random: small; deep: all layers, narrow; full-4bit: the real sizes, about 9 GB."),
     ],
     out: Annotated[Path, typer.Argument(help="Folder to write: new, or empty.")],
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,

@@ -12,11 +12,9 @@ import shlex
 import shutil
 import stat
 import struct
-import subprocess
 import sys
 import tempfile
 import wave
-from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -26,24 +24,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from .audio_files import PatchedFile, converted, wav_repair
 from .errors import AudioError, InputError
 
 Samples = npt.NDArray[np.float32]
 
 STDIN = "-"
 INPUT_RATE_HZ = 16_000  # what the recogniser of every released checkpoint hears
-RATES_HZ = range(4_000, 768_001)  # beyond 8..192 kHz on both sides; anything else is a broken header
-PCM_SUBTYPES = {"PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "ULAW", "ALAW"}  # length known, always finite
-STREAMED_SIZE = 0x7FFF0000  # a WAV data size from here on is a pipe's "unknown"
-FOREIGN = (  # (offset, first bytes, name) of what libsndfile cannot decode and the converters can
-    (4, b"ftyp", "MPEG-4 audio (AAC or ALAC, m4a)"),
-    (0, b"\xff\xf1", "AAC"),
-    (0, b"\xff\xf9", "AAC"),
-    (0, b"\x1aE\xdf\xa3", "Matroska or WebM"),
-    (0, b"0&\xb2u", "Windows Media"),
-    (0, b"#!AMR", "AMR"),
-    (0, b"caff", "Core Audio (CAF) in a codec of Apple's"),
-)
+RATES_HZ = range(4_000, 768_001)  # 8..192 kHz and an octave or two on both sides; the rest are broken headers
+PCM_SUBTYPES = {"PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "ULAW", "ALAW"}
 
 
 def pcm16(samples: npt.ArrayLike, scale: int = 32768) -> npt.NDArray[np.int16]:
@@ -61,7 +50,13 @@ def _floats(samples: npt.ArrayLike) -> Samples:
     x = np.asarray(samples)
     if x.dtype.kind != "f":
         raise InputError(f"Samples must be floats in -1..1, not {x.dtype}.", "Divide integers by their full scale.")
-    return x.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32, copy=False)
+
+
+def _shown(path: str | Path) -> str:
+    """A path in a message of one line."""
+    return str(path) if str(path).isprintable() else repr(str(path))
 
 
 class Resampler:
@@ -76,7 +71,7 @@ class Resampler:
             self._stream = soxr.ResampleStream(source_hz, target_hz, 1, dtype="float32")
 
     def push(self, samples: npt.ArrayLike) -> Samples:
-        """samples (S,) -> what is ready (S',), which may be nothing."""
+        """samples (S,) -> what is ready (S',), a new array, possibly empty."""
         return self._next(_floats(samples), last=False)
 
     def finish(self) -> Samples:
@@ -89,7 +84,7 @@ class Resampler:
         if samples.ndim != 1:
             raise InputError(f"A resampler takes mono samples (S,), not an array of shape {samples.shape}.")
         self._finished = last
-        return samples if self._stream is None else self._stream.resample_chunk(samples, last=last)
+        return samples.copy() if self._stream is None else self._stream.resample_chunk(samples, last=last)
 
 
 # Reading
@@ -99,13 +94,13 @@ class AudioReader:
     """A recording as float32 mono blocks at `rate_hz`, decoded while it is read: memory is flat in its length.
 
     Every iteration starts at the beginning and gives blocks of about a second, none empty (a recording shorter than
-    one output sample gives none). Whatever can be found out before work starts is found here: `seconds` is the length
-    in truth, not the header's word, and compressed and float files are decoded once for it. `note` says in one line
-    what is odd about the file, or nothing. Raises AudioError with one line on anything that is no usable recording.
+    one output sample gives none). What is wrong is found out here, before work starts: all but integer PCM is decoded
+    once for it, so `seconds` is the length in truth, not the header's word. `note` is a line on what is odd, or empty.
+    Raises AudioError with one line on anything that is no usable recording.
     """
 
     def __init__(self, path: str | Path, rate_hz: int = INPUT_RATE_HZ, max_seconds: float | None = None) -> None:
-        self.name = "standard input" if str(path) == STDIN else str(path)
+        self.name = "standard input" if str(path) == STDIN else _shown(path)
         self.rate_hz = rate_hz
         self.max_seconds = max_seconds
         self.note = ""
@@ -178,21 +173,26 @@ class AudioReader:
 
         if not self._path.stat().st_size:
             raise self._fail("it is empty")
-        self._patches, self.note = _wav_repair(self._path)
+        self._patches, self.note = wav_repair(self._path, self.name)
         try:
             frames = self._probe()
         except soundfile.SoundFileError as fault:
-            self._convert(str(fault).rpartition(": ")[2])
-            frames = self._probe()
+            folder = self._temporary_folder()
+            self._path = converted(self._path, self.name, _detail(fault), folder, self.max_seconds)
+            self._patches = {}
+            try:
+                frames = self._probe()
+            except soundfile.SoundFileError as fault:
+                raise self._fail(f"what was converted from it is broken ({_detail(fault)})") from None
         if self.source_rate_hz not in RATES_HZ:
             raise self._fail(f"it claims {self.source_rate_hz} samples a second")
         known = frames < 1 << 62 and self.format != "MP3"  # an MP3's length is a guess, a piped FLAC's unknown
         if known:
             self._check_length(frames)
-        if self.subtype not in PCM_SUBTYPES:
+        if self.subtype not in PCM_SUBTYPES or self.format == "FLAC":
             decoded = sum(map(len, self._mono()))
             if known and decoded < frames:
-                self.note = f"{self.name} ends early: {_seconds(decoded, self)} of {_seconds(frames, self)}."
+                self.note = f"{self.name} ends early, at second {self._second(decoded)} of {self._second(frames)}."
             frames = decoded
         if not frames:
             raise self._fail("it holds no samples")
@@ -211,14 +211,14 @@ class AudioReader:
         import soundfile
 
         with open(self._path, "rb") as file:
-            source = _Patched(file, self._patches) if self._patches else file.fileno()
+            source = PatchedFile(file, self._patches) if self._patches else file.fileno()
             with soundfile.SoundFile(source, closefd=False) as stream:
                 # soundfile seeks after each block, which a FLAC of unknown length refuses at its end.
                 stream.seekable = lambda: False
                 yield stream
 
     def _mono(self) -> Iterator[Samples]:
-        """Blocks of one second at the recording's own rate, channels averaged, checked."""
+        """Blocks (S,) of one second at the recording's own rate, channels averaged, checked."""
         import soundfile
 
         at = 0
@@ -227,16 +227,14 @@ class AudioReader:
                 try:
                     block = stream.read(self.source_rate_hz, dtype="float32", always_2d=True)
                 except soundfile.SoundFileError as fault:
-                    detail = str(fault).rpartition(": ")[2].rstrip(".")
-                    raise self._fail(f"it is damaged after second {_seconds(at, self)} ({detail})") from None
+                    raise self._fail(f"it is damaged after second {self._second(at)} ({_detail(fault)})") from None
                 if not len(block):
                     return
                 with np.errstate(all="ignore"):
                     mono = block[:, 0] if self.channels == 1 else block.mean(axis=1)
                 wrong = np.flatnonzero(~np.isfinite(mono))
                 if len(wrong):
-                    where = (at + int(wrong[0])) / self.source_rate_hz
-                    raise self._fail(f"it holds NaN or infinity at second {where:.3f}")
+                    raise self._fail(f"it holds NaN or infinity at second {self._second(at + int(wrong[0]))}")
                 at += len(mono)
                 self._check_length(at)
                 yield mono
@@ -246,37 +244,13 @@ class AudioReader:
             remedy = "Cut it, or raise the limit."
             raise self._fail(f"it is longer than the limit of {self.max_seconds:g} seconds", remedy)
 
-    def _convert(self, detail: str) -> None:
-        """Replace the file by a WAV that afconvert or ffmpeg makes of it, when it is a format they know."""
-        with open(self._path, "rb") as file:
-            head = file.read(512)
-        kind = next((name for at, magic, name in FOREIGN if head[at:].startswith(magic)), None)
-        shown = "INPUT" if self.name != str(self._path) else shlex.quote(self.name)
-        remedy = f"Convert it first: ffmpeg -i {shown} recording.wav"
-        if kind is None and _is_text(head):
-            raise self._fail("it is a text file, not a recording")
-        if kind is None:
-            detail = detail.rstrip(".") or "format not recognised"
-            raise self._fail(f"libsndfile says: {detail}", remedy)
-        source, made = str(self._path.absolute()), self._temporary_folder() / "converted.wav"
-        commands = {
-            "afconvert": ["-f", "WAVE", "-d", "LEF32", source, str(made)],
-            "ffmpeg": ["-nostdin", "-v", "error", "-i", source, "-vn", "-c:a", "pcm_f32le", "-rf64", "auto", str(made)],
-        }
-        present = [(program, name) for name in commands if (program := shutil.which(name))]
-        if not present:
-            where = "neither afconvert (part of macOS) nor ffmpeg is installed"
-            raise self._fail(f"it is {kind}, and {where}", f"Install ffmpeg, or convert it elsewhere: {remedy[18:]}")
-        failures = []
-        for program, name in present:
-            done = subprocess.run(
-                [program, *commands[name]], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-            )
-            if done.returncode == 0 and made.exists() and made.stat().st_size:
-                self._path, self._patches = made, {}
-                return
-            failures.append(f"{name}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
-        raise self._fail(f"it is {kind}, and no converter could decode it ({'; '.join(failures)})")
+    def _second(self, frame: int) -> str:
+        return f"{frame / self.source_rate_hz:.3f}"
+
+
+def _detail(fault: Exception) -> str:
+    """What libsndfile says, without soundfile's mention of the file object."""
+    return str(fault).rpartition(": ")[2].rstrip(". ") or "unknown fault"
 
 
 def read_audio(path: str | Path, rate_hz: int = INPUT_RATE_HZ, max_seconds: float | None = None) -> AudioReader:
@@ -288,69 +262,6 @@ def read_all(path: str | Path, rate_hz: int = INPUT_RATE_HZ, max_seconds: float 
     """A whole recording as mono float32 samples (S,) at `rate_hz`. Raises AudioError."""
     with AudioReader(path, rate_hz, max_seconds) as reader:
         return reader.read_all()
-
-
-def _seconds(frames: int, reader: AudioReader) -> str:
-    return f"{frames / reader.source_rate_hz:.1f}"
-
-
-def _is_text(head: bytes) -> bool:
-    try:
-        text = getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
-    except UnicodeDecodeError:
-        return False
-    return all(character.isprintable() or character in "\t\r\n\f\ufeff" for character in text)
-
-
-class _Patched:
-    """A file with some bytes replaced, as soundfile reads it."""
-
-    def __init__(self, file: BinaryIO, patches: dict[int, bytes]) -> None:
-        self.seek, self.tell = file.seek, file.tell
-        self._file, self._patches = file, patches
-
-    def read(self, size: int) -> bytes:
-        at = self._file.tell()
-        data = bytearray(self._file.read(size))
-        for start, patch in self._patches.items():
-            for place, byte in enumerate(patch, start - at):
-                if 0 <= place < len(data):
-                    data[place] = byte
-        return bytes(data)
-
-
-def _wav_repair(path: Path) -> tuple[dict[int, bytes], str]:
-    """Bytes to replace in a WAV whose data size stops short of its data, and a note on one whose data is cut off.
-
-    A pipe's header cannot know the length: it says 0 or a huge number. libsndfile believes the first.
-    """
-    with open(path, "rb") as file:
-        end = os.fstat(file.fileno()).st_size
-        head = file.read(12)
-        if head[:4] != b"RIFF" or head[8:] != b"WAVE":
-            return {}, ""
-        at = 12
-        while (chunk := _chunk(file, at)) and chunk[0] != b"data":
-            at += 8 + chunk[1] + chunk[1] % 2
-        if not chunk:
-            return {}, ""  # libsndfile says what is wrong
-        start, size = at + 8, chunk[1]
-        held = end - start
-        if size > held:
-            cut = size < STREAMED_SIZE
-            return {}, f"{path.name} is cut short: {held} of {size} bytes of sound are there." if cut else ""
-        after = (_chunk(file, start + size + pad) for pad in (size % 2, 0))
-        if held - size < 8 or any(c and c[0].isalnum() and c[1] <= held for c in after):
-            return {}, ""
-        sizes = (struct.pack("<I", min(n, 0xFFFFFFFF)) for n in (end - 8, held))
-        return dict(zip((4, at + 4), sizes, strict=True)), ""
-
-
-def _chunk(file: BinaryIO, at: int) -> tuple[bytes, int] | None:
-    """Name and size of the RIFF chunk at `at`, None at the end of the file."""
-    file.seek(at)
-    header = file.read(8)
-    return None if len(header) < 8 else (header[:4], int.from_bytes(header[4:], "little"))
 
 
 # Writing
@@ -365,13 +276,16 @@ class WavWriter:
 
     def __init__(self, path: str | Path, rate_hz: int, channels: int = 1) -> None:
         self.path, self.rate_hz, self.channels = Path(path), rate_hz, channels
-        self._target = Path(os.path.realpath(path))  # a link stays, what it points to is replaced
-        self._part = self._target.parent / f".{secrets.token_hex(8)}.part"
-        mode = self._replaced_mode()
+        self._file: BinaryIO | None = None
         try:
-            self._file: BinaryIO | None = open(self._part, "xb")  # noqa: SIM115
-        except OSError as fault:
-            raise self._fail(f"no file can be made in {self._target.parent} ({fault.strerror})") from None
+            self._target = Path(os.path.realpath(path))  # a link stays, what it points to is replaced
+            self._part = self._target.parent / f".{secrets.token_hex(8)}.part"
+            mode = self._replaced_mode()
+            self._file = open(self._part, "xb")  # noqa: SIM115
+        except PermissionError:
+            raise self._fail("permission denied") from None
+        except (OSError, ValueError) as fault:
+            raise self._fail(getattr(fault, "strerror", None) or str(fault)) from None
         with suppress(OSError):
             if mode is not None:
                 os.chmod(self._part, mode)
@@ -379,7 +293,7 @@ class WavWriter:
         self._wave.setparams((channels, 2, rate_hz, 0, "NONE", ""))
 
     def _fail(self, why: str, remedy: str = "") -> AudioError:
-        return AudioError(f"Cannot write {self.path}: {why}.", remedy)
+        return AudioError(f"Cannot write {_shown(self.path)}: {why}.", remedy)
 
     def _replaced_mode(self) -> int | None:
         """The permissions of the file that is to be replaced, None when there is none."""
@@ -408,14 +322,14 @@ class WavWriter:
     def write(self, samples: npt.ArrayLike) -> None:
         """Append float samples (S,) or (S, channels): clipped, then rounded."""
         pcm = pcm16(samples)
-        if pcm.shape[1:] != (() if self.channels == 1 and pcm.ndim == 1 else (self.channels,)):
+        if pcm.shape[1:] != (self.channels,) and not (pcm.ndim == self.channels == 1):
             raise InputError(f"Samples of shape {pcm.shape} do not go into {self.channels} channel(s).")
         if self._file is None:
-            raise InputError(f"{self.path} is closed.")
+            raise InputError(f"{_shown(self.path)} is closed.")
         try:
             self._wave.writeframesraw(pcm.tobytes())
-        except (OSError, struct.error) as fault:
-            raise self._fail(str(fault)) from None
+        except OSError as fault:
+            raise self._fail(fault.strerror or str(fault)) from None
 
     def commit(self) -> None:
         """Finish the file and put it in place; nothing happens when it is already done or aborted."""
@@ -428,8 +342,10 @@ class WavWriter:
             self._file.close()
             os.replace(self._part, self._target)
             self._file = None
-        except (OSError, struct.error) as fault:
-            raise self._fail(str(fault)) from None
+        except OSError as fault:
+            raise self._fail(fault.strerror or str(fault)) from None
+        except struct.error:
+            raise self._fail("it is longer than a WAV file can be (4 GiB)") from None
         finally:
             self.abort()
 
@@ -438,10 +354,9 @@ class WavWriter:
         if self._file is None:
             return
         file, self._file = self._file, None
-        with suppress(OSError, struct.error, ValueError):
-            self._wave.close()
-        with suppress(OSError):
-            file.close()
+        for close in (self._wave.close, file.close):
+            with suppress(OSError, ValueError, struct.error):
+                close()
         self._part.unlink(missing_ok=True)
 
 

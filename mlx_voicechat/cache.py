@@ -22,9 +22,11 @@ class KvCache:
         self.values: mx.array | None = None
 
     def copy(self) -> KvCache:
-        """A cache that goes on independently; the arrays are shared until one of the two writes."""
+        """A cache that goes on independently; the memory is shared until one of the two writes."""
         twin = KvCache(self.window, self.phase)
-        twin.offset, twin.keys, twin.values = self.offset, self.keys, self.values
+        twin.offset = self.offset
+        # A slice assignment changes the array object it is made on, so the twin needs objects of its own.
+        twin.keys, twin.values = (None if a is None else a[...] for a in (self.keys, self.values))
         return twin
 
     @property

@@ -7,6 +7,7 @@ before `build` has checked every name and shape. The rules are those of the spec
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -59,15 +60,15 @@ def find(model: str | Path, say: Callable[[str], None] = print_notice) -> Path:
     """
     if str(model) == DEMONSTRATION:
         return assets.TINY
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(model))
+    if os.fspath(model) and os.path.isdir(path):
         return path
     if path.suffix == ".nemo":
         raise CheckpointError(
             f"{model} is a NeMo archive, which does not load.",
             "Use an mlx-community checkpoint, or convert NVIDIA's safetensors release with `mlx-voicechat convert`.",
         )
-    if path.exists():
+    if os.path.isfile(path):
         raise CheckpointError(f"{model} is a file, and a checkpoint is a folder.", f"Name its folder: {path.parent}")
     if isinstance(model, str) and hub.is_repository_id(model):
         return hub.locate(model, say)

@@ -247,8 +247,8 @@ class EarTts(nn.Module):
         `char_ids`: the characters of ids 0 .. V-1; `silence_codes` (Q,): the codec's codes of silence.
         """
         fusion = self.gated_fusion_audio_text
-        for part in (self.backbone, fusion, self.mog_head):
-            part.prepare()
+        self.backbone.prepare()
+        fusion.prepare()
         self._pad_id, self._eos_id = pad_id, eos_id
         self._books = Codebooks(self.rvq_embs)
         self._silence = self._books.embed(silence_codes)
@@ -275,7 +275,7 @@ class EarTts(nn.Module):
         noise_scale: float | None = None,
     ) -> TtsState:
         """Before the voice prompt; what is None comes from the config. A guidance scale of 0 halves the rows."""
-        scale, mass, noise = (
+        scale, top_p, noise = (
             default if given is None else given
             for given, default in (
                 (guidance_scale, self._config.guidance_scale),
@@ -285,7 +285,7 @@ class EarTts(nn.Module):
         )
         return TtsState(
             latent=mx.zeros((batch, self._config.latent_size)),
-            controls=sampling_controls(scale, mass, noise, batch),
+            controls=sampling_controls(scale, top_p, noise, batch),
             caches=self.backbone.init_caches(),
             guidance_rows=1 if scale == 0 else 2,
         )

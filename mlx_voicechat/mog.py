@@ -50,8 +50,11 @@ class MogLayer(nn.Module):
 
 
 def sampling_controls(guidance_scale: float, top_p: float, noise_scale: float, batch: int = 1) -> mx.array:
-    """(B, 3): guidance scale, the probability mass that top-p drops, noise scale; an input of every trace."""
-    return mx.array([[guidance_scale, 1.0 - top_p, noise_scale]] * batch, mx.float32)
+    """(B, 3): guidance scale, top-p (unbounded from 1 on: rounding must drop nothing) and noise scale.
+
+    One array, so that a compiled trace serves every session's settings.
+    """
+    return mx.array([[guidance_scale, top_p if top_p < 1 else math.inf, noise_scale]] * batch, mx.float32)
 
 
 def gumbel_noise(uniform: mx.array) -> mx.array:
@@ -59,12 +62,13 @@ def gumbel_noise(uniform: mx.array) -> mx.array:
     return -mx.log(-mx.log(uniform + GUMBEL_GUARD) + GUMBEL_GUARD)
 
 
-def keep_ranked(ranked: mx.array, best: mx.array, drop_mass: mx.array) -> mx.array:
-    """Top-p over logits in ascending order, (B, C) -> bool (B, C).
+def keep_ranked(ranked: mx.array, top_p: mx.array) -> mx.array:
+    """Logits in ascending order (B, C), top_p (B, 1) -> which ones top-p keeps, bool (B, C); always the last.
 
-    Dropped: those whose probability together with all below is at most `drop_mass` (B, 1), never the last (`best`).
+    Summed from above: the sum from below rounds differently from the reference where a mass meets `top_p` exactly.
     """
-    return (mx.cumsum(mx.softmax(ranked, axis=-1), axis=-1) > drop_mass) | best
+    above = mx.cumsum(mx.softmax(ranked, axis=-1), axis=-1, reverse=True, inclusive=False)
+    return above < top_p
 
 
 def component_product(x: mx.array, matrices: mx.array, component: mx.array) -> mx.array:
@@ -95,12 +99,6 @@ class MogHead(nn.Module):
         self._min_log_std = mog.min_log_std
         self._rank = mog.low_rank
 
-    def prepare(self) -> None:
-        """Build the constants; call once after the weights are loaded and quantised."""
-        components = self.low_mat.shape[0]
-        self._best = mx.arange(components) == components - 1
-        mx.eval(self._best)
-
     def __call__(self, x: mx.array, gumbel: mx.array, normal: mx.array, controls: mx.array) -> mx.array:
         """x (G*B, W), gumbel (B, C), normal (B, Z), controls (B, 3) -> z (B, Z)."""
         mean, log_std = self.distribution(x, gumbel, controls)
@@ -116,7 +114,7 @@ class MogHead(nn.Module):
         log_std = mx.maximum(self.proj_logs(x), self._min_log_std)
         return mu * mx.exp(log_std) + self.proj_else(x), log_std
 
-    def _draw(self, logits: mx.array, gumbel: mx.array, drop_mass: mx.array) -> mx.array:
+    def _draw(self, logits: mx.array, gumbel: mx.array, top_p: mx.array) -> mx.array:
         """One component among those that top-p keeps, by Gumbel-max: (B, C) -> (B,).
 
         Equal logits rank by index (a stable sort); the log-softmax of the rule only shifts all scores.
@@ -124,7 +122,7 @@ class MogHead(nn.Module):
         order = mx.argsort(logits, axis=-1)
         ranked = mx.take_along_axis(logits, order, axis=-1)
         scores = ranked + mx.take_along_axis(gumbel, order, axis=-1)
-        scores = mx.where(keep_ranked(ranked, self._best, drop_mass), scores, -mx.inf)
+        scores = mx.where(keep_ranked(ranked, top_p), scores, -mx.inf)
         pick = mx.argmax(scores, axis=-1, keepdims=True)
         return mx.take_along_axis(order, pick, axis=-1).squeeze(-1)
 

@@ -41,7 +41,7 @@ SPECIALS = [
 ]
 QUANTISED = re.compile(r"^stt_model\.(embed_tokens|lm_head|function_head|llm\.layers\.\d+\.mixer\.\w+_proj)\.weight$")
 
-# Mean and deviation of a tensor by name, first match; everything else has deviation fan_in ** -0.5.
+# Mean and deviation of a tensor by name, first match; everything else has deviation gain * fan_in ** -0.5.
 RULES: list[tuple[re.Pattern[str], float, float]] = [
     (layout.OFFSET_NORM, 0.0, 0.1),
     (re.compile(r"norm[^.]*\.weight$"), 1.0, 0.1),
@@ -54,6 +54,11 @@ RULES: list[tuple[re.Pattern[str], float, float]] = [
     (re.compile(r"\.residual_scale$"), 0.6, 0.0),
     (re.compile(r"\.variance$"), 0.5, 0.0),
 ]
+GAINS: list[tuple[re.Pattern[str], float]] = [
+    (re.compile(r"(\.rnnt_joint\.pred\.weight|\.lstm\.weight_ih_l\d+)$"), 2.5),  # a symbol changes what comes next
+]
+SPECTRUM_GAIN = 0.3  # of the codec's last layer: speech that does not clip
+BLANK_BIAS = 0.7  # of the largest of n unit normals: most frames bring no symbol
 
 
 class _Planned(NamedTuple):
@@ -105,7 +110,7 @@ def write(
         partial.chmod(0o755)
         _write_json(partial / "config.json", _config(raw, plan, bits))
         _write_tokenizer(partial, tokens)
-        _write_shards(partial, plan, min(SHARD_BYTES, needed // 2 + 1))
+        _write_shards(partial, plan)
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -187,8 +192,10 @@ def _deviation(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     for pattern, mean, deviation in RULES:
         if pattern.search(name):
             return mean, deviation
-    fan_in = shape[0] if layout.CODEC_TRANSPOSED.search(name) and shape[-1] > 1 else math.prod(shape[1:])
-    return 0.0, fan_in**-0.5
+    gain = next((gain for pattern, gain in GAINS if pattern.search(name)), 1.0)
+    if layout.CODEC_TRANSPOSED.search(name):
+        return 0.0, shape[0] ** -0.5 if shape[-1] > 1 else SPECTRUM_GAIN * shape[1] ** -0.5
+    return 0.0, gain * math.prod(shape[1:]) ** -0.5
 
 
 def _floats(
@@ -209,8 +216,8 @@ def _floats(
     else:
         mean, deviation = _deviation(name, shape)
         values = mean + deviation * rng(name).standard_normal(count, np.float32)
-    if name.endswith("joint_net.2.bias"):  # most frames of speech bring no symbol
-        values[config.rnnt.blank_id] = math.sqrt(2 * math.log(count))
+    if name.endswith("joint_net.2.bias"):
+        values[config.rnnt.blank_id] = BLANK_BIAS * math.sqrt(2 * math.log(count))
     return values.astype(np.float32)
 
 
@@ -227,21 +234,19 @@ def _encoded(tensor: _Planned) -> Iterator[memoryview]:
         left -= min(left, len(block))
 
 
-def _write_shards(folder: Path, plan: list[_Planned], limit: int) -> None:
-    shards: list[list[_Planned]] = [[]]
-    size = 0
+def _write_shards(folder: Path, plan: list[_Planned]) -> None:
+    """At least two files of about the same size, and their index."""
+    total = sum(tensor.bytes for tensor in plan)
+    shards: list[list[_Planned]] = [[] for _ in range(max(2, math.ceil(total / SHARD_BYTES)))]
+    start = 0
     for tensor in plan:
-        if shards[-1] and size + tensor.bytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.bytes
+        shards[start * len(shards) // total].append(tensor)
+        start += tensor.bytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         _write_safetensors(folder / name, shard)
         weight_map |= {tensor.name: name for tensor in shard}
-    total = sum(tensor.bytes for tensor in plan)
     _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

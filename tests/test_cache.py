@@ -72,14 +72,19 @@ def test_phase_moves_the_growth_to_another_frame() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_copy_goes_on_alone(window: int | None) -> None:
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_a_copy_goes_on_alone(window: int | None, evaluated: bool) -> None:
     keys, values = history(20)
+    queries, _ = history(20, seed=1)
     first = KvCache(window)
     for i in range(9):
         first.update(keys[:, :, i : i + 1], values[:, :, i : i + 1])
+    if evaluated:
+        mx.eval(first.arrays)
     second = first.copy()
-    first.update(keys[:, :, 10:11], values[:, :, 10:11])
+    for i in range(12, 18):  # positions that the twin has never seen
+        first.update(keys[:, :, i : i + 1], values[:, :, i : i + 1])
+        mx.eval(first.arrays)
     seen = second.update(keys[:, :, 9:10], values[:, :, 9:10])
-    queries, _ = history(20, seed=1)
     expected = plain(queries[:, :, :10], keys[:, :, :10], values[:, :, :10], window)[:, :, 9:10]
     np.testing.assert_allclose(attend(queries[:, :, 9:10], *seen), expected, atol=1e-6)

@@ -199,7 +199,11 @@ def test_what_a_checkpoint_says_about_itself() -> None:
 def test_files_that_are_no_runtime_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no config.json"):
         read_config(tmp_path)
-    for text, word in (("{", "cannot be read"), ("[]", "not a JSON object"), ('{"model_type": "llama"}', "not a VoiceChat")):
+    for text, word in (
+        ("{", "cannot be read"),
+        ("[]", "not a JSON object"),
+        ('{"model_type": "llama"}', "not a VoiceChat"),
+    ):
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
         with pytest.raises(CheckpointError, match=word):
             read_config(tmp_path)

@@ -74,7 +74,7 @@ def test_grouped_heads_equal_repeated_ones() -> None:
 
 def test_character_and_output_widths_may_differ() -> None:
     encoder = SubwordEncoder(DISTINCT, 31)
-    shapes = {name: tensor.shape for name, tensor in tree_flatten(encoder.parameters())}
+    shapes = {name: tensor.shape for name, tensor in dict(tree_flatten(encoder.parameters())).items()}
     assert shapes["proj_embedding.weight"] == (DISTINCT.hidden_size, DISTINCT.characters.hidden_size)
     assert shapes["subword_flag_emb.is_continuation"] == (32,)
     assert encoder.table([[1], [2, 3]]).shape == (2, DISTINCT.hidden_size)

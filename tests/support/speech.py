@@ -7,11 +7,12 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
-from support.checkpoints import GOLDEN
 
 from mlx_voicechat.config import CharacterEncoderConfig, ModelConfig, MogConfig, TtsConfig, read_config
 from mlx_voicechat.ear_tts import EarTts
 from mlx_voicechat.layout import assemble
+
+from .checkpoints import GOLDEN
 
 ORACLE = dict(np.load(GOLDEN / "oracle" / "tts.npz"))
 PREFIX = "tts_model.tts_model."
@@ -61,7 +62,9 @@ def golden_config() -> ModelConfig:
 def golden_weights() -> dict[str, mx.array]:
     raw: dict[str, mx.array] = {}
     for shard in sorted((GOLDEN / "tiny-f32").glob("*.safetensors")):
-        raw.update(mx.load(str(shard)))
+        loaded = mx.load(str(shard))
+        assert isinstance(loaded, dict)
+        raw |= loaded
     return assemble(raw, torch_layout=True)
 
 
