@@ -136,7 +136,7 @@ def generate(
         loaded = mlx_voicechat.load(model, say=note)
         config = loaded.config
         if config.demonstration:
-            note(f"{loaded.name} is a demonstration: {config.demonstration}. The real model is {DEFAULT_MODEL}.")
+            note(f"{loaded.name} is a demonstration, {config.demonstration}. The real model is {DEFAULT_MODEL}.")
         session = loaded.session(
             system_prompt=prompt,
             seed=seed,

@@ -52,6 +52,8 @@ class Targets:
             if place in taken:
                 raise InputError(f"{option} and {taken[place]} are both {path}.", "Name another file.")
             taken[place] = option
+            if str(path) == "-":
+                raise InputError(f"{option} cannot be -: standard output is for the text.", "Name a file.")
             try:
                 os.stat(path)
             except FileNotFoundError:

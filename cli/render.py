@@ -118,7 +118,7 @@ class Progress:
             from tqdm import tqdm
 
             frames = math.ceil(total_seconds / frame_seconds)
-            self._bar = tqdm(total=frames, unit="frame", file=sys.stderr, dynamic_ncols=True, leave=False)
+            self._bar = tqdm(total=frames, unit=" frames", file=sys.stderr, dynamic_ncols=True)
 
     def __enter__(self) -> Progress:
         return self

@@ -54,7 +54,7 @@ def print_notice(text: str) -> None:
 
 
 def find(model: str | Path, say: Callable[[str], None] = print_notice) -> Path:
-    """The folder of a checkpoint: a folder, the word `tiny`, or a hub id, fetched when it is not in the cache.
+    """The folder of a checkpoint: a folder, the word `tiny` (`./tiny` is a folder), or a hub id, fetched when absent.
 
     `say` gets what a user should know before a download. Raises CheckpointError and HubError.
     """
@@ -78,22 +78,24 @@ def find(model: str | Path, say: Callable[[str], None] = print_notice) -> Path:
     )
 
 
-def load_parameters(folder: Path, config: ModelConfig) -> Parameters:
+def load_parameters(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None = None) -> Parameters:
     """Parameters by module path in MLX layouts and computing types; lazy, so that unused tensors are never read.
 
+    `tokenizer` is the folder's, for a caller that has read it already.
     Raises CheckpointError: files absent or broken, a newer format, a tokenizer or a speaker at odds with the config.
     """
     stored = verify(folder)
     torch_layout = stored_format(folder) == 0
-    _check_tokenizer(folder, config)
+    _check_tokenizer(tokenizer or Tokenizer(folder), folder, config)
     weights: dict[str, mx.array] = {}
     for file in sorted({entry.file for entry in stored.values()}):
         weights |= _read(folder / file)
-    assembled = layout.assemble({name: weights[name] for name in weights if _whole(name, weights)}, torch_layout)
+    whole = {name: array for name, array in weights.items() if _fits(name, weights, stored, config)}
+    assembled = layout.assemble(whole, torch_layout)
     parameters = Parameters({path: settle(path, array) for path, array in assembled.items()}, folder, stored)
     if config.speaker not in (voices := voice_names(parameters)):
         raise CheckpointError(
-            f"{folder}: the speaker of config.json, {config.speaker!r}, has no voice: {VOICE_PREFIX}* is absent for it.",
+            f"{folder}: the speaker of config.json, {config.speaker!r}, has no {VOICE_PREFIX}* of its own.",
             f"Voices in this checkpoint: {', '.join(voices) or 'none'}.",
         )
     return parameters
@@ -162,14 +164,11 @@ def quantise_modules(module: nn.Module, config: ModelConfig) -> None:
 
     def settings(path: str, layer: nn.Module) -> dict[str, Any] | bool:
         parts = layout.sources(path)
-        entries = [config.quantization.get(part) for part in parts]
         unused.difference_update(parts)
-        if all(entry is None for entry in entries):
+        entry = _common_settings(parts, config)
+        if entry is None:
             return False
-        if any(entry != entries[0] for entry in entries):
-            listed = "; ".join(f"{part}: {entry or 'none'}" for part, entry in zip(parts, entries, strict=True))
-            raise CheckpointError(f"Quantisation must be the same in parts that run as one layer: {listed}.")
-        chosen = {key: value for key, value in (entries[0] or {}).items() if key in ("group_size", "bits", "mode")}
+        chosen = {key: value for key, value in entry.items() if key in ("group_size", "bits", "mode")}
         try:
             layer.to_quantized(**chosen)
         except (ValueError, TypeError, RuntimeError, AttributeError) as error:
@@ -209,8 +208,8 @@ def voice(parameters: Mapping[str, mx.array], name: str, config: ModelConfig) ->
     return latents
 
 
-def _check_tokenizer(folder: Path, config: ModelConfig) -> None:
-    size = Tokenizer(folder).vocab_size
+def _check_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:
+    size = tokenizer.vocab_size
     if size != config.llm.vocab_size:
         raise CheckpointError(
             f"{folder}: tokenizer.json has {size:,} tokens, but the heads have {config.llm.vocab_size:,}.",
@@ -225,17 +224,41 @@ def _read(file: Path) -> dict[str, mx.array]:
         raise CheckpointError(f"{file} cannot be read: {error}.") from None
 
 
-def _whole(name: str, weights: Mapping[str, mx.array]) -> bool:
-    """Whether all parts of the parameter that `name` goes into are there; `check` reports those that are not."""
-    partners = [name]
+def _common_settings(layers: list[str], config: ModelConfig) -> Mapping[str, Any] | None:
+    """How the layers that run as one are quantised; CheckpointError names them when they are not so alike."""
+    entries = [config.quantization.get(layer) for layer in layers]
+    if any(entry != entries[0] for entry in entries):
+        listed = "; ".join(f"{layer}: {entry or 'none'}" for layer, entry in zip(layers, entries, strict=True))
+        raise CheckpointError(f"Quantisation must be the same in parts that run as one layer: {listed}.")
+    return entries[0]
+
+
+def _partners(name: str) -> list[str]:
+    """The tensors that go into the same parameter as `name`, itself among them."""
     for where, parts, _ in layout.FUSIONS:
         for part in parts:
             if where.search(name) and f".{part}." in name:
-                partners = [name.replace(f".{part}.", f".{other}.") for other in parts]
-    for one, other in ((".lstm.bias_ih_l", ".lstm.bias_hh_l"), (".lstm.bias_hh_l", ".lstm.bias_ih_l")):
-        if one in name:
-            partners = [name, name.replace(one, other)]
-    return all(partner in weights for partner in partners)
+                return [name.replace(f".{part}.", f".{other}.") for other in parts]
+    if ".lstm.bias_" in name:
+        return [re.sub(r"bias_[ih]h_l", f"bias_{side}_l", name) for side in ("ih", "hh")]
+    return [name]
+
+
+def _fits(name: str, weights: Mapping[str, mx.array], stored: Mapping[str, Stored], config: ModelConfig) -> bool:
+    """Whether a tensor can be assembled: its partners are there (`check` reports those absent) and of one width.
+
+    Raises CheckpointError for partners of unlike width or quantisation.
+    """
+    partners = _partners(name)
+    if any(partner not in weights for partner in partners):
+        return False
+    if len(partners) > 1:
+        _common_settings([partner.rpartition(".")[0] for partner in partners], config)
+        rows = 0 if ".lstm." in name else 1  # biases are added, rows stacked
+        if len({weights[partner].shape[rows:] for partner in partners}) > 1:
+            listed = ", ".join(f"{_where(partner, stored)} {weights[partner].shape}" for partner in partners)
+            raise CheckpointError(f"Tensors that run as one layer do not fit together: {listed}.")
+    return True
 
 
 def _where(name: str, stored: Mapping[str, Stored | None]) -> str:
@@ -244,7 +267,7 @@ def _where(name: str, stored: Mapping[str, Stored | None]) -> str:
 
 
 def _shape_fault(path: str, expected: tuple[int, ...], actual: Mapping[str, mx.array]) -> str:
-    """`name (file) has shape x`, as it is stored, when a parameter is one tensor; else the stacked shapes."""
+    """What a parameter is made of, its shape in MLX's axis order, and the shape that the modules need."""
     names = tensor_names(path)
     stored: Mapping[str, Stored | None] = actual.stored if isinstance(actual, Parameters) else {}
     made_of = " + ".join(_where(name, stored) for name in names)

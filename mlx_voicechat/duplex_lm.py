@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .cache import BLOCK, KvCache
-from .config import LlmConfig, ModelConfig
+from .config import LlmConfig
 
 CHUNK = 64  # positions of one block of the scan; larger ones only add work in its square part
 
@@ -142,35 +142,36 @@ def _scan_many(
     value: mx.array, key: mx.array, query: mx.array, dt: mx.array, log_decay: mx.array, ssm: mx.array
 ) -> tuple[mx.array, mx.array]:
     """value (B, T, G, R, P), key and query (B, T, G, N), dt and log_decay (B, T, G, R), ssm (B, G, R, P, N)
-    -> what the queries read (B, T, G, R, P), state. Blocks of CHUNK positions, as matrix products inside a block
-    (Mamba-2's state space duality); equal to `_scan_one` position by position."""
-    reads = []
-    for start in range(0, value.shape[1], CHUNK):
-        part = slice(start, start + CHUNK)
-        read, ssm = _scan_chunk(*(a[:, part] for a in (value, key, query, dt, log_decay)), ssm)
-        reads.append(read)
-    return mx.concatenate(reads, axis=1), ssm
+    -> what the queries read (B, T, G, R, P), state; equal to `_scan_one` position by position.
 
+    Mamba-2's state space duality: matrix products inside K chunks of L positions, the recurrence only across chunks.
+    """
+    batch, total, groups, heads, width = value.shape
+    count = -(-total // CHUNK)
+    length = -(-total // count)
 
-def _scan_chunk(
-    value: mx.array, key: mx.array, query: mx.array, dt: mx.array, log_decay: mx.array, ssm: mx.array
-) -> tuple[mx.array, mx.array]:
-    """`_scan_many` on one block of L positions."""
-    batch, length, groups, heads, width = value.shape
-    value = (dt[..., None] * value).transpose(0, 2, 3, 1, 4)  # (B, G, R, L, P)
-    key, query = (a.transpose(0, 2, 1, 3) for a in (key, query))  # (B, G, L, N)
-    steps = log_decay.transpose(0, 2, 3, 1)  # (B, G, R, L)
-    # decay from position s to t: sums of their own, as differences of running sums would lose digits
-    lower = mx.tri(length, length)
-    spans = mx.cumsum(steps[..., None] * mx.tri(length, length, -1), axis=-2)  # (B, G, R, t, s)
-    decay = mx.exp(spans) * lower
-    reads = (query @ key.swapaxes(-1, -2))[:, :, None] * decay @ value  # (B, G, R, L, P)
-    before = mx.exp(mx.cumsum(steps, axis=-1))[..., None]  # (B, G, R, L, 1)
-    old = query @ ssm.reshape(batch, groups, heads * width, -1).swapaxes(-1, -2)  # (B, G, L, R P)
-    reads = reads + before * old.reshape(batch, groups, length, heads, width).transpose(0, 1, 3, 2, 4)
-    left = (value * decay[..., -1, :, None]).swapaxes(-1, -2).reshape(batch, groups, heads * width, length)
-    ssm = before[..., -1:, :] * ssm + (left @ key).reshape(ssm.shape)
-    return reads.transpose(0, 3, 1, 2, 4), ssm
+    def chunked(a: mx.array, *order: int) -> mx.array:
+        """(B, T, ...) -> (B, K, L, ...) permuted; padding neither decays (0 = log 1) nor adds to the state."""
+        padding = [(0, 0), (0, count * length - total)] + [(0, 0)] * (a.ndim - 2)
+        return mx.pad(a, padding).reshape(batch, count, length, *a.shape[2:]).transpose(0, 1, *order)
+
+    value = chunked(dt[..., None] * value, 3, 4, 2, 5)  # (B, K, G, R, L, P)
+    key, query = chunked(key, 3, 2, 4), chunked(query, 3, 2, 4)  # (B, K, G, L, N)
+    steps = chunked(log_decay, 3, 4, 2)  # (B, K, G, R, L)
+    # decay from position s to t: sums of their own, since differences of running sums would lose digits
+    spans = mx.cumsum(steps[..., None] * mx.tri(length, length, -1), axis=-2)  # (B, K, G, R, t, s)
+    decay = mx.exp(spans) * mx.tri(length, length)
+    reads = (query @ key.swapaxes(-1, -2))[:, :, :, None] * decay @ value  # (B, K, G, R, L, P)
+    left = (value * decay[..., -1, :, None]).swapaxes(-1, -2).reshape(batch, count, groups, heads * width, length) @ key
+    left = left.reshape(batch, count, *ssm.shape[1:])  # (B, K, G, R, P, N): what a chunk adds to the state
+    since = mx.exp(mx.cumsum(steps, axis=-1))[..., None]  # (B, K, G, R, L, 1): decay since the chunk's start
+    states = [ssm]
+    for chunk in range(count):
+        states.append(since[:, chunk, :, :, -1:] * states[-1] + left[:, chunk])
+    old = mx.stack(states[:-1], axis=1).reshape(batch, count, groups, heads * width, -1)
+    old = (query @ old.swapaxes(-1, -2)).reshape(batch, count, groups, length, heads, width)
+    reads = (reads + since * old.swapaxes(3, 4)).transpose(0, 1, 4, 2, 3, 5)  # (B, K, L, G, R, P)
+    return reads.reshape(batch, count * length, groups, heads, width)[:, :total], states[-1]
 
 
 class Attention(nn.Module):
@@ -191,8 +192,9 @@ class Attention(nn.Module):
         shape = (*x.shape[:2], -1, self._head_dim)
         return tuple(proj(x).reshape(shape).swapaxes(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
 
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, cache: KvCache) -> mx.array:
-        """-> (B, heads, T, head_dim); the only part of the stack whose shapes grow with time."""
+    def attend(self, projected: tuple[mx.array, ...], cache: KvCache) -> mx.array:
+        """What `project` gave -> (B, heads, T, head_dim); the only part of the stack whose shapes grow with time."""
+        queries, keys, values = projected
         keys, values, mask = cache.update(keys, values)
         scale = self._head_dim**-0.5
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
@@ -276,10 +278,6 @@ class NemotronH(nn.Module):
         """The LLM's own type: float32 in float32 checkpoints, bfloat16 in bfloat16 and quantised ones."""
         return self.norm_f.weight.dtype
 
-    @property
-    def segments(self) -> list[Segment]:
-        return self._segments
-
     def prepare(self) -> None:
         before: Block | None = None
         blocks: list[Block] = []
@@ -317,7 +315,7 @@ class NemotronH(nn.Module):
             x, projected, new = segment(x, attended, state.mamba[len(mamba) : len(mamba) + count])
             mamba += [MambaState(*each) for each in new]
             if projected:
-                attended = (self._attentions[index].attend(*projected, state.caches[index]),)
+                attended = (self._attentions[index].attend(projected, state.caches[index]),)
         return x, LlmState(tuple(mamba), state.caches)
 
 
@@ -347,20 +345,6 @@ class DuplexLm(nn.Module):
         self._vocab_size = config.vocab_size
         self._fuse: Callable[..., mx.array] = self._fused
         self._choose: Callable[[mx.array], tuple[mx.array, mx.array]] = self._chosen
-
-    @classmethod
-    def from_config(cls, config: ModelConfig) -> DuplexLm:
-        return cls(
-            config.llm,
-            text_weight=config.text_weight,
-            user_weight=config.user_weight,
-            function_weight=config.function_weight,
-            boosts={
-                config.pad_id: config.pad_boost,
-                config.bos_id: config.bos_boost,
-                config.eos_id: config.eos_boost,
-            },
-        )
 
     def prepare(self) -> None:
         """Build constants and segments; call it after loading and quantising."""

@@ -162,7 +162,7 @@ class GreedyDecoder:
             new = RnntState(pred, LstmState(*lstm))
             state = new if all(going) else _where(mx.array(going), new, state)
             mx.eval(ids, state)
-            chosen = ids.tolist()  # type: ignore[assignment]  # one dimension: a flat list
+            chosen = ids.tolist()
         return symbols, state
 
     def whole(self, encoded: mx.array, state: RnntState | None = None) -> tuple[list[int], list[int], RnntState]:

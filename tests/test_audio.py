@@ -40,6 +40,12 @@ def wav_bytes(pcm: bytes, riff: int | None = None, data: int | None = None, afte
     return head + pcm + after
 
 
+def encoded(samples: np.ndarray, container: str, subtype: str | None = None, **how: object) -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, RATE, format=container, subtype=subtype, **how)
+    return buffer.getvalue()
+
+
 def refused(path: Path | str, **limits: float) -> AudioError:
     with pytest.raises(AudioError) as caught:
         read_audio(path, **limits)  # type: ignore[arg-type]
@@ -150,7 +156,7 @@ def test_a_resampler_refuses_what_it_cannot_take() -> None:
 def test_lossless_formats_decode_exactly(tmp_path: Path, container: str, subtype: str, channels: int) -> None:
     path = tmp_path / "recording.raw"  # the name's ending means nothing
     samples = tone(channels=channels)
-    soundfile.write(path.open("wb"), samples, RATE, format=container, subtype=subtype)
+    path.write_bytes(encoded(samples, container, subtype))
     with read_audio(path) as reader:
         assert (reader.seconds, reader.source_rate_hz, reader.channels, reader.note) == (1.0, RATE, channels, "")
         decoded = reader.read_all()
@@ -163,7 +169,7 @@ def test_lossy_formats(tmp_path: Path, container: str, subtype: str) -> None:
     if subtype not in soundfile.available_subtypes(container):
         pytest.skip(f"this libsndfile lacks {subtype}")
     path, samples = tmp_path / "x", tone(2 * RATE, channels=2)
-    soundfile.write(path.open("wb"), samples, RATE, format=container, subtype=subtype)
+    path.write_bytes(encoded(samples, container, subtype))
     with read_audio(path) as reader:
         first, again = reader.read_all(), reader.read_all()
         assert reader.seconds == len(first) / RATE == 2.0
@@ -242,9 +248,7 @@ def test_a_wav_that_is_cut_short_gives_what_is_there_and_a_note(tmp_path: Path) 
 
 
 def test_a_flac_of_unknown_length_is_read_to_its_end(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    soundfile.write(buffer, tone(2 * RATE + 5), RATE, format="FLAC")
-    content = bytearray(buffer.getvalue())
+    content = bytearray(encoded(tone(2 * RATE + 5), "FLAC"))
     content[21] &= 0xF0  # the 36 bits of STREAMINFO's total
     content[22:26] = bytes(4)
     (tmp_path / "x.flac").write_bytes(content)
@@ -257,9 +261,8 @@ def test_a_flac_of_unknown_length_is_read_to_its_end(tmp_path: Path) -> None:
 def test_the_length_of_an_mp3_without_its_index_is_counted(tmp_path: Path) -> None:
     if "MP3" not in soundfile.available_formats():
         pytest.skip("this libsndfile lacks MP3")
-    buffer, noise = io.BytesIO(), np.random.default_rng(0).normal(0, 0.2, 20 * RATE) * np.linspace(0, 1, 20 * RATE)
-    soundfile.write(buffer, noise, RATE, format="MP3", bitrate_mode="VARIABLE", compression_level=0.9)
-    content = buffer.getvalue()
+    noise = np.random.default_rng(0).normal(0, 0.2, 20 * RATE) * np.linspace(0, 1, 20 * RATE)
+    content = encoded(noise, "MP3", bitrate_mode="VARIABLE", compression_level=0.9)
     (tmp_path / "x.mp3").write_bytes(content[content.index(content[:2], 2) :])
     with read_audio(tmp_path / "x.mp3") as reader:
         assert reader.seconds == pytest.approx(20, abs=0.2)
@@ -271,9 +274,7 @@ def test_the_length_of_an_mp3_without_its_index_is_counted(tmp_path: Path) -> No
 
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     for container in ("WAV", "FLAC", "OGG"):
-        buffer = io.BytesIO()
-        soundfile.write(buffer, tone(), RATE, format=container)
-        monkeypatch.setattr(sys, "stdin", Pipe(buffer.getvalue()))
+        monkeypatch.setattr(sys, "stdin", Pipe(encoded(tone(), container)))
         with read_audio("-") as reader:
             assert len(reader.read_all()) == len(reader.read_all()) == RATE
             folder = reader._path.parent
@@ -468,6 +469,12 @@ def test_writing_in_pieces_and_channels(tmp_path: Path) -> None:
     assert (tmp_path / "x.wav").read_bytes() == (tmp_path / "y.wav").read_bytes()
 
 
+def interrupted(path: Path, error: type[BaseException]) -> None:
+    with WavWriter(path, RATE) as writer:
+        writer.write(tone())
+        raise error
+
+
 def test_nothing_is_there_before_commit_and_the_old_file_stays(tmp_path: Path) -> None:
     (tmp_path / "x.wav").write_text("old")
     writer = WavWriter(tmp_path / "x.wav", RATE)
@@ -486,9 +493,8 @@ def test_nothing_is_there_before_commit_and_the_old_file_stays(tmp_path: Path) -
 def test_an_aborted_file_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     (tmp_path / "old.wav").write_text("old")
     for name in ("old.wav", "new.wav"):
-        with pytest.raises(error), WavWriter(tmp_path / name, RATE) as writer:
-            writer.write(tone())
-            raise error
+        with pytest.raises(error):
+            interrupted(tmp_path / name, error)
     WavWriter(tmp_path / "new.wav", RATE).abort()
     assert names(tmp_path) == ["old.wav"]
     assert (tmp_path / "old.wav").read_text() == "old"

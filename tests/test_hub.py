@@ -58,14 +58,18 @@ def server() -> Iterator[Hub]:
     repositories: dict[str, Path | Refusal] = {
         "org/small": GOLDEN / "tiny-4bit",
         "org/original": GOLDEN / "tiny-nvidia",
-        "org/gated": Refusal(403, "GatedRepo", "Access to model org/gated is restricted."),
-        "org/gated-anonymous": Refusal(401, "GatedRepo", "Access to model org/gated-anonymous is restricted."),
+        "org/gated": GOLDEN / "tiny-4bit",
+        "org/gated-anonymous": GOLDEN / "tiny-4bit",
         "org/private": Refusal(401, "RepoNotFound", "Invalid username or password."),
         "org/token": Refusal(401, "", "Invalid credentials in Authorization header"),
         "org/down": Refusal(503),
     }
     card = {"license": "other", "license_name": "a-model-licence", "license_link": "https://licence.example/text"}
-    with serve(Hub(repositories, card)) as running:
+    locked = {
+        "org/gated": Refusal(403, "GatedRepo", "Access to model org/gated is restricted."),
+        "org/gated-anonymous": Refusal(401, "GatedRepo", "Access to model org/gated-anonymous is restricted."),
+    }
+    with serve(Hub(repositories, locked, card)) as running:
         yield running
 
 

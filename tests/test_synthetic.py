@@ -138,8 +138,9 @@ def test_a_quantised_one_has_the_published_checkpoints_form(tmp_path: Path) -> N
     networks, _, _ = build(folder)
     layer = networks.stt_model.llm.layers[0].mixer.in_proj
     plain = mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits).astype(mx.float32)
-    assert abs(plain.mean().item()) < 0.01
-    assert plain.var().item() ** 0.5 == pytest.approx(64**-0.5, rel=0.15)
+    values = np.array(plain)
+    assert abs(values.mean()) < 0.01
+    assert values.std() == pytest.approx(64**-0.5, rel=0.15)
 
 
 def test_the_full_kind_is_as_large_as_the_published_one() -> None:
@@ -198,22 +199,22 @@ def test_flags_follow_the_rules_of_trained_checkpoints(folder: Path) -> None:
 
 
 def test_values_are_sensible(small: Path) -> None:
-    config, stored = read_config(small), tensors_of(small)
+    config = read_config(small)
+    stored = {name: np.array(tensor) for name, tensor in tensors_of(small).items()}
     silence = stored["tts_model.codec_silence_tokens"]
-    assert 0 <= silence.min().item() <= silence.max().item() < config.tts.codebook_size
-    assert mx.array_equal(stored["tts_model.tts_model.rvq_embs"][3], stored["tts_model.audio_codec.prvq.mus_list.3"])
-    rates = mx.exp(stored["stt_model.llm.layers.0.mixer.A_log"])
-    assert 1 <= rates.min().item() < rates.max().item() <= 16
-    steps = mx.logaddexp(stored["stt_model.llm.layers.0.mixer.dt_bias"], 0.0)
-    assert 0.9e-3 < steps.min().item() < steps.max().item() < 0.11
+    assert 0 <= silence.min() <= silence.max() < config.tts.codebook_size
+    assert np.array_equal(stored["tts_model.tts_model.rvq_embs"][3], stored["tts_model.audio_codec.prvq.mus_list.3"])
+    rates = np.exp(stored["stt_model.llm.layers.0.mixer.A_log"])
+    assert 1 <= rates.min() < rates.max() <= 16.001
+    steps = np.logaddexp(stored["stt_model.llm.layers.0.mixer.dt_bias"], 0.0)
+    assert 0.9e-3 < steps.min() < steps.max() < 0.11
     for name, tensor in stored.items():
-        if tensor.dtype == mx.float32:
-            assert mx.isfinite(tensor).all().item(), name
-            assert mx.abs(tensor).max().item() < 10, name
+        assert np.isfinite(tensor).all(), name
+        assert inventory.is_integer(name) or np.abs(tensor).max() < 10, name
         if name.endswith("layernorm.weight"):
-            assert abs(tensor.mean().item()) < 0.1, name
+            assert abs(tensor.mean()) < 0.1, name
         elif "norm" in name and name.endswith(".weight") and not name.startswith("tts_model.tts_model"):
-            assert abs(tensor.mean().item() - 1) < 0.2, name
+            assert abs(tensor.mean() - 1) < 0.2, name
 
 
 def test_signals_keep_their_size_through_the_networks(small: Path) -> None:
@@ -228,7 +229,7 @@ def test_signals_keep_their_size_through_the_networks(small: Path) -> None:
 
 def test_every_parameter_of_the_small_kind_is_in_use(small: Path) -> None:
     networks, parameters, _ = build(small)
-    used = dict(tree_flatten(networks.parameters()))  # type: ignore[arg-type]
+    used: Any = tree_flatten(networks.parameters(), destination={})
     spare = [path for path in parameters if path not in used]
     assert all(".audio_codec.encoder." in p or "_control_codes" in p or "audio_prompt_latents" in p for p in spare)
 

@@ -33,7 +33,7 @@ def tensors_of(folder: Path) -> dict[str, mx.array]:
     return found
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, mx.array]], None]) -> None:
+def rewrite(folder: Path, change: Callable[[dict[str, mx.array]], Any]) -> None:
     """Let `change` alter the tensors of a checkpoint copy; they end up in one file without an index."""
     tensors = tensors_of(folder)
     change(tensors)

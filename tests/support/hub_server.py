@@ -26,9 +26,13 @@ class Refusal:
 
 @dataclass
 class Hub:
-    """Repositories by id: a folder that is served, or a refusal; `requests` records what was asked for."""
+    """Repositories by id: a folder that is served, or a refusal; `requests` records what was asked for.
+
+    The files of a repository in `locked` are refused although its card and file list are public, as gated ones are.
+    """
 
     repositories: dict[str, Path | Refusal]
+    locked: dict[str, Refusal] = field(default_factory=dict)
     card: dict[str, str] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     url: str = ""
@@ -51,11 +55,14 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         self.hub.requests.append(f"{self.command} {path}")
         parts = path.strip("/").removeprefix("api/models/").split("/")
-        place = self.hub.repositories.get("/".join(parts[:2]), Refusal(404, "RepoNotFound"))
+        name, is_file = "/".join(parts[:2]), parts[2:3] == ["resolve"]
+        place = self.hub.repositories.get(name, Refusal(404, "RepoNotFound"))
+        if is_file and name in self.hub.locked:
+            place = self.hub.locked[name]
         if isinstance(place, Refusal):
             headers = {"X-Error-Code": place.code, "X-Error-Message": place.message}
             return self._send(place.status, b"", body, {k: v for k, v in headers.items() if v})
-        if parts[2:3] == ["resolve"]:
+        if is_file:
             return self._file(place / parts[4], body)
         files = sorted(file for file in place.iterdir() if file.is_file())
         if parts[2:3] == ["tree"]:
@@ -63,7 +70,6 @@ class _Handler(BaseHTTPRequestHandler):
                 [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _etag(f)} for f in files]
             )
         siblings = [{"rfilename": f.name, "size": f.stat().st_size, "blobId": _etag(f)} for f in files]
-        name = "/".join(parts[:2])
         return self._json({"id": name, "sha": COMMIT, "siblings": siblings, "tags": [], "cardData": self.hub.card})
 
     def _file(self, file: Path, body: bool) -> None:

@@ -1,0 +1,99 @@
+"""A model that answers at once from a script, for what surrounds the model: commands and files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from mlx_voicechat import AudioFrame, Cancelled, Done, Event, FunctionDelta, LimitReached, TextDelta, TranscriptDelta
+
+CONFIG = SimpleNamespace(
+    input_rate_hz=16000,
+    output_rate_hz=22050,
+    frame_seconds=0.08,
+    frame_samples_in=1280,
+    frame_samples_out=1764,
+    demonstration="",
+)
+SCRIPT = {2: ("user", "Hello"), 3: ("user", " there."), 6: ("assistant", "Good"), 7: ("assistant", " day.")}
+KINDS: dict[str, Callable[[int, str, str], Event]] = {
+    "user": TranscriptDelta,
+    "assistant": lambda index, delta, text: TextDelta(index, 7, delta, text),
+    "function": lambda index, delta, text: FunctionDelta(index, 8, delta, text),
+}
+
+
+class FakeSession:
+    """Frame i: what `script` has for it, then samples that are all i / 1000. `before(i)` runs ahead of the frame."""
+
+    def __init__(self, model: FakeModel, seed: int, max_seconds: float | None, profile: bool) -> None:
+        self.model, self.seed, self.max_seconds = model, seed, max_seconds
+        self.profile = SimpleNamespace(summary=lambda: {"frames": self.frames}) if profile else None
+        self.said = dict.fromkeys(KINDS, "")
+        self.frames = 0
+        self.limited = False
+        self.speaking = model.speaking
+        self.blocks: list[int] = []
+        self._waiting = np.zeros(0, np.float32)
+        self._received = 0
+
+    transcript = property(lambda self: self.said["user"])
+    text = property(lambda self: self.said["assistant"])
+    function = property(lambda self: self.said["function"])
+
+    def feed(self, samples: np.ndarray, rate_hz: int = 16000, block_frames: int = 1) -> Iterator[Event]:
+        assert rate_hz == CONFIG.input_rate_hz
+        assert samples.dtype == np.float32
+        self.blocks.append(len(samples))
+        self._received += len(samples)
+        if self.max_seconds is not None and self._received > self.max_seconds * rate_hz:
+            samples = samples[: len(samples) - self._received + round(self.max_seconds * rate_hz)]
+            self.limited = True
+        self._waiting = np.concatenate([self._waiting, samples])
+        while len(self._waiting) >= CONFIG.frame_samples_in:
+            self._waiting = self._waiting[CONFIG.frame_samples_in :]
+            yield from self._frame()
+        if self.limited:
+            yield LimitReached(self.frames, float(self.max_seconds or 0))
+
+    def _frame(self) -> Iterator[Event]:
+        index, self.frames = self.frames, self.frames + 1
+        self.model.before(index)
+        if index in self.model.script:
+            kind, delta = self.model.script[index]
+            self.said[kind] += delta
+            yield KINDS[kind](index, delta, self.said[kind])
+        yield AudioFrame(index, np.full(CONFIG.frame_samples_out, index / 1000, np.float32), (index,) * 31)
+
+    def finish(self, pad_partial: bool = True) -> list[Event]:
+        partial = len(self._waiting) > 0 and pad_partial and not self.limited
+        return [*(self._frame() if partial else []), Done(self.frames)]
+
+    def cancel(self) -> list[Event]:
+        return [Cancelled(self.frames)]
+
+
+class FakeModel:
+    """Opens fake sessions and remembers what it was asked for."""
+
+    def __init__(self, script: dict[int, tuple[str, str]] = SCRIPT, demonstration: str = "") -> None:
+        self.script = script
+        self.name = "fake"
+        self.config = SimpleNamespace(**{**vars(CONFIG), "demonstration": demonstration})
+        self.before: Callable[[int], Any] = lambda index: None
+        self.speaking = False
+        self.loaded: list[str] = []
+        self.opened: list[dict[str, Any]] = []
+        self.sessions: list[FakeSession] = []
+
+    def load(self, name: str, say: Callable[[str], None]) -> FakeModel:
+        self.loaded.append(name)
+        return self
+
+    def session(self, **options: Any) -> FakeSession:
+        self.opened.append(options)
+        self.sessions.append(FakeSession(self, options["seed"], options["max_seconds"], options["profile"]))
+        return self.sessions[-1]
