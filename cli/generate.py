@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mlx_voicechat import Event, Session
 
 DEFAULT_MODEL = "mlx-community/NemotronLabs-VoiceChat-11B-4bit"
-BLOCK_FRAMES = 512  # perception at once when offline: far cheaper than frame by frame, and flat in memory
 MAX_EXTRA_SECONDS = 600
 INTERRUPTED = 130  # exit code of a program ended by Ctrl-C
 STREAMING, MORE = "Streaming", "More output"  # panels of the help text
@@ -134,6 +133,8 @@ def generate(
         if recording.note:
             note(recording.note)
         loaded = mlx_voicechat.load(model, say=note)
+        from mlx_voicechat.model import BLOCK_FRAMES  # only now: it imports MLX
+
         config = loaded.config
         if config.demonstration:
             note(f"{loaded.name} is a demonstration, {config.demonstration}. The real model is {DEFAULT_MODEL}.")
@@ -152,6 +153,8 @@ def generate(
         block_frames = 1 if stream else BLOCK_FRAMES
         pieces = chain(recording, silence(round(extra_decoding_seconds * config.input_rate_hz)))
         blocks = outputs.hearing(cut(pieces, block_frames * config.frame_samples_in))
+        if live:
+            files.callback(live.end_line)  # also before an error's line
         for last in converse(session, blocks, block_frames, interrupt):
             outputs.take(last)
             progress.take(last)
@@ -162,15 +165,17 @@ def generate(
         if session.frames == 0:
             _fail_if_cut_short(session, last)  # and leave existing files as they are
         outputs.finish()
-        if session.profile:
-            summary = json.dumps(session.profile.summary(), indent=2) + "\n"
-            (files.enter_context(replacing(profile_json)) if profile_json else sys.stderr).write(summary)
+        summary = json.dumps(session.profile.summary(), indent=2) if session.profile else ""
+        if profile_json:
+            files.enter_context(replacing(profile_json)).write(summary + "\n")
     if live:
         live.close()
     elif as_json:
         output.write(json.dumps(_result(session)) + "\n")
     else:
         output.write(final_text(session.transcript, session.text, session.function))
+    if summary and not profile_json:
+        print(summary, file=sys.stderr)
     _fail_if_cut_short(session, last)
     if session.speaking:
         note(

@@ -24,7 +24,7 @@ class Output:
     """Standard output whose reader may leave at any time (`| head`): then `closed` is true and nothing is written."""
 
     def __init__(self) -> None:
-        self.closed = False
+        self.closed = sys.stdout is None
 
     def write(self, text: str) -> None:
         if self.closed:
@@ -66,11 +66,15 @@ class LiveText:
     def close(self) -> None:
         """Show what was held and end the last line; a user who was not understood has an empty line of their own."""
         self._release(self._last_frame)
+        self.end_line()
+        if "user" not in self._seen:
+            self._output.write(PREFIXES["user"].rstrip() + "\n")
+
+    def end_line(self) -> None:
+        """End the line that is open, if one is."""
         if self._open is not None:
             self._output.write("\n")
             self._open = None
-        if "user" not in self._seen:
-            self._output.write(PREFIXES["user"].rstrip() + "\n")
 
     def _say(self, speaker: str, delta: str, frame_index: int) -> None:
         if not delta:
@@ -90,9 +94,7 @@ class LiveText:
     def _release(self, frame_index: int) -> None:
         held, self._held = self._held, []
         for speaker in dict.fromkeys(name for name, _ in held):
-            if self._open is not None:
-                self._output.write("\n")
-                self._open = None
+            self.end_line()
             self._say(speaker, "".join(delta for name, delta in held if name == speaker), frame_index)
 
 

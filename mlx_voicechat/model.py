@@ -163,7 +163,15 @@ class VoiceChat:
         self.tts.prepare(character_table(self.tokenizer), silence, config.pad_id, config.eos_id)
         self.codec.prepare()
         self._silence = silence[None]
+        self._hear, self._decode = self.perception.step, self.codec.step
         mx.eval(self._silence, *self._voices.values())
+
+    def compile(self) -> None:
+        """Fuse the fixed-shape work of a frame (`mx.compile`); each thread traces it at its first frame."""
+        self.language.compile()
+        self.rnnt.compile()
+        self.tts.compile()
+        self._hear, self._decode = mx.compile(self.perception.step), mx.compile(self.codec.step)
 
     # -- conversations -------------------------------------------------------------------------------------------
 
@@ -270,9 +278,10 @@ class VoiceChat:
         Several frames are one evaluation: the offline form.
         """
         count = samples.shape[1] // self.config.frame_samples_in
-        encoded, projected, state.perception = self.perception.step(samples, state.perception)
         if count == 1:
+            encoded, projected, state.perception = self._hear(samples, state.perception)
             return [Heard(encoded, projected)]
+        encoded, projected, state.perception = self.perception.step(samples, state.perception)
         mx.eval(encoded, projected, state.perception)
         return [Heard(encoded[:, i : i + 1], projected[:, i : i + 1]) for i in range(count)]
 
@@ -306,7 +315,7 @@ class VoiceChat:
             codes = self._speak(state.text_id, state, draws)
         stage("tts", codes, state.tts.arrays)
         codes = replace_control_codes(codes, self._silence, self.config.codec.codebook_size)
-        samples, state.codec = self.codec.step(codes[:, None], state.codec)
+        samples, state.codec = self._decode(codes[:, None], state.codec)
         values = self._read([samples, codes, state.text_id, state.function_id, first.ids], state)
         stage("codec")
         symbols, state.rnnt = self.rnnt.finish(first, [int(values[-1])], state.rnnt)

@@ -57,7 +57,7 @@ def close(actual: mx.array, expected: np.ndarray | mx.array) -> None:
 
 
 def golden_parameters(name: str, prefix: str, *parts: str) -> list[tuple[str, mx.array]]:
-    """Parameters of a golden checkpoint below `prefix`, only those that begin with one of `parts` when there are any."""
+    """Parameters of a golden checkpoint below `prefix`, or only those that begin with one of `parts`."""
     found = assemble(tensors_of(GOLDEN / name), torch_layout=True)
     inside = [(path.removeprefix(prefix), array) for path, array in found.items() if path.startswith(prefix)]
     return [(path, array) for path, array in inside if path.startswith(parts or "")]
