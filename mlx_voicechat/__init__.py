@@ -1,9 +1,9 @@
 """NVIDIA NemotronLabs VoiceChat 11B, a full-duplex speech-to-speech model, in pure MLX.
 
-    model = mlx_voicechat.load("tiny")
-    session = model.session(seed=0)
-    events = session.push(samples, rate_hz=16000)
-    events += session.finish()
+model = mlx_voicechat.load("tiny")
+session = model.session(seed=0)
+events = session.push(samples, rate_hz=16000)
+events += session.finish()
 """
 
 from __future__ import annotations

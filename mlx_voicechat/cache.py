@@ -48,33 +48,31 @@ class KvCache:
         if self.window is not None and end > self.window:
             if steps > 1:
                 return self._wrap_many(keys, values, start)
-            slot = start % self.window
-            self._write(keys, values, slot, self.window)
-            assert self.keys is not None and self.values is not None
-            return self.keys, self.values, None
-        self._write(keys, values, start, end)
-        assert self.keys is not None and self.values is not None
+            return *self._write(keys, values, start % self.window, self.window), None
+        all_keys, all_values = self._write(keys, values, start, end)
         mask = None
         if steps > 1:
             mask = mx.arange(end)[None] <= mx.arange(start, end)[:, None]
-        return self.keys[:, :, :end], self.values[:, :, :end], mask
+        return all_keys[:, :, :end], all_values[:, :, :end], mask
 
-    def _write(self, keys: mx.array, values: mx.array, at: int, needed: int) -> None:
-        self._reserve(keys, values, max(needed, at + keys.shape[2]))
-        assert self.keys is not None and self.values is not None
-        self.keys[:, :, at : at + keys.shape[2]] = keys
-        self.values[:, :, at : at + keys.shape[2]] = values
+    def _write(self, keys: mx.array, values: mx.array, at: int, needed: int) -> tuple[mx.array, mx.array]:
+        """Put T positions at slot `at` of an allocation of at least `needed`; returns the whole allocation."""
+        all_keys, all_values = self._reserved(keys, values, needed)
+        all_keys[:, :, at : at + keys.shape[2]] = keys
+        all_values[:, :, at : at + keys.shape[2]] = values
+        return all_keys, all_values
 
-    def _reserve(self, keys: mx.array, values: mx.array, needed: int) -> None:
+    def _reserved(self, keys: mx.array, values: mx.array, needed: int) -> tuple[mx.array, mx.array]:
         have = 0 if self.keys is None else self.keys.shape[2]
-        if have >= needed:
-            return
+        if self.keys is not None and self.values is not None and have >= needed:
+            return self.keys, self.values
         blocks = -(-(needed + self.phase) // BLOCK)
         capacity = blocks * BLOCK - self.phase
         if self.window is not None:
             capacity = min(capacity, self.window)
         self.keys = _extended(self.keys, keys, capacity - have)
         self.values = _extended(self.values, values, capacity - have)
+        return self.keys, self.values
 
     def _wrap_many(self, keys: mx.array, values: mx.array, start: int) -> tuple[mx.array, mx.array, mx.array]:
         """Several positions at once across the end of the ring: attend over time-ordered keys, then refill it."""

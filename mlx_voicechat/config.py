@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -182,10 +183,9 @@ class TtsConfig:
         """Codebooks filled by each pass that fills any; they sum to Q (NeMo DuplexEARTTS schedule)."""
         passes, exponent = CODE_PASSES, self.exponent
         masked = [
-            math.ceil((1 - (i / passes) ** exponent) ** (1 / exponent) * self.num_quantizers)
-            for i in range(passes + 1)
+            math.ceil((1 - (i / passes) ** exponent) ** (1 / exponent) * self.num_quantizers) for i in range(passes + 1)
         ]
-        return tuple(a - b for a, b in zip(masked, masked[1:], strict=False) if a > b)
+        return tuple(a - b for a, b in pairwise(masked) if a > b)
 
 
 @dataclass(frozen=True)

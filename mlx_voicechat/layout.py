@@ -12,9 +12,7 @@ from collections.abc import Mapping
 import mlx.core as mx
 
 # Tensors that no network reads at run time: codec variances, featurizer buffers, the speaker projection.
-UNUSED = re.compile(
-    r"(\._variance_list\.|preprocessor\.featurizer\.|audio_prompt_projection_W$|num_batches_tracked$)"
-)
+UNUSED = re.compile(r"(\._variance_list\.|preprocessor\.featurizer\.|audio_prompt_projection_W$|num_batches_tracked$)")
 # Tensors that a conversation does not need but other uses do: assembled, never a fault when a module tree lacks them.
 OPTIONAL = re.compile(r"^tts_model\.(audio_codec\.encoder\.|_control_codes$|audio_prompt_latents\.)")
 # Norms whose stored weight is an offset from one (Gemma 3, T5-Gemma and the fusion norm of EAR-TTS).

@@ -337,7 +337,7 @@ class VoiceChat:
 
     @staticmethod
     def _read(outputs: list[mx.array], state: State) -> np.ndarray:
-        """The frame's one evaluation: all state, and the outputs as one float32 vector (integers below 2^24 are exact)."""
+        """The frame's one evaluation: all state, and the outputs as one float32 vector (exact for ids, below 2^24)."""
         packed = mx.concatenate([a.reshape(-1).astype(mx.float32) for a in outputs])
         return np.array(mx.depends([packed], state.arrays)[0])
 

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from mlx_voicechat.cli.main import run
 
 import mlx_voicechat
+from mlx_voicechat.cli.main import run
 from mlx_voicechat.errors import HubError, InputError
 
 HEAVY = ("mlx.core", "mlx_lm", "numpy", "librosa", "soundfile", "soxr", "huggingface_hub", "tokenizers", "starlette")

@@ -18,12 +18,12 @@ import soundfile
 import soxr
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_voicechat.cli.conversation import cut, silence
-from mlx_voicechat.cli.main import run
-from mlx_voicechat.cli.render import LiveText, Output
 
 import mlx_voicechat
 from mlx_voicechat import AudioFrame, Event, FunctionDelta, TextDelta, TranscriptDelta
+from mlx_voicechat.cli.conversation import cut, silence
+from mlx_voicechat.cli.main import run
+from mlx_voicechat.cli.render import LiveText, Output
 from tests.support.fake_model import FakeModel
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -107,21 +108,17 @@ def test_any_chunks(model: VoiceChat, audio: np.ndarray, reference: list[Event],
     session = model.session(seed=3)
     edges = [0, *sorted(cuts), 13000]
     events: list[Event] = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         events += session.push(audio[start:end])
     assert events + session.finish() == reference
 
 
-def test_blocks_of_perception_give_the_same_events(
-    model: VoiceChat, audio: np.ndarray, reference: list[Event]
-) -> None:
+def test_blocks_of_perception_give_the_same_events(model: VoiceChat, audio: np.ndarray, reference: list[Event]) -> None:
     session = model.session(seed=3)
     assert list(session.feed(audio[:13000], block_frames=512)) + session.finish() == reference
 
 
-def test_a_caller_that_does_not_wait_loses_nothing(
-    model: VoiceChat, audio: np.ndarray, reference: list[Event]
-) -> None:
+def test_a_caller_that_does_not_wait_loses_nothing(model: VoiceChat, audio: np.ndarray, reference: list[Event]) -> None:
     for block_frames in (1, 4):
         session = model.session(seed=3)
         events: list[Event] = []
@@ -256,7 +253,7 @@ def test_eos_feeds_silence_back(model: VoiceChat, audio: np.ndarray) -> None:
 
 @pytest.mark.parametrize("token", [-1, 384, 1.5, True, "x"])
 def test_force_refuses(model: VoiceChat, token: Any) -> None:
-    with pytest.raises(InputError, match="0..383"):
+    with pytest.raises(InputError, match=r"0\.\.383"):
         model.session().force(text=token)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import GOLDEN, tensors_of
 
@@ -86,6 +86,7 @@ def test_byte_alphabet_is_the_tokenizer_s() -> None:
     assert sorted(byte_ids().values()) == list(BYTE_IDS)
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(BYTE_IDS), st.integers(0, VOCABULARY + 9)), max_size=40))
 def test_incremental_decoding_equals_decoding_everything(ids: list[int]) -> None:
     for each in (tokenizer(), with_odd_tokens()):
@@ -94,6 +95,7 @@ def test_incremental_decoding_equals_decoding_everything(ids: list[int]) -> None
         assert decoder.text + "\ufffd" * waiting == each.decode(ids)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30), st.data())
 def test_text_cut_into_bytes_comes_back_without_replacements(text: str, data: st.DataObject) -> None:
     stream = text.encode()
@@ -140,6 +142,7 @@ def test_transcript_pieces() -> None:
     assert transcript.text == "hello  world.<3<b1>"
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 7), max_size=4), max_size=12))
 def test_transcript_is_the_joined_and_stripped_text(frames: list[list[int]]) -> None:
     pieces = ["▁", "▁a", "b", "<unk>", "c▁", "<de-DE>", " ", "é"]
