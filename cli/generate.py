@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "mlx-community/NemotronLabs-VoiceChat-11B-4bit"
 MAX_EXTRA_SECONDS = 600
+COMPILE_WORTH_SECONDS = 120.0  # on a CPU the first compilation takes tens of seconds, a frame then 0.6 of the time
 INTERRUPTED = 130  # exit code of a program ended by Ctrl-C
 STREAMING, MORE = "Streaming", "More output"  # panels of the help text
 
@@ -95,6 +96,14 @@ def generate(
     profile_json: Annotated[
         Path | None, Option(metavar="FILE", rich_help_panel=STREAMING, help="Write them to a file instead.")
     ] = None,
+    compiled: Annotated[
+        bool | None,
+        Option(
+            "--compile/--no-compile",
+            show_default=False,
+            help="Fuse kernels first, or not; decided by the job if absent.",
+        ),
+    ] = None,
     as_json: Annotated[bool, Option("--json", rich_help_panel=MORE, help="Print one JSON object, not text.")] = False,
     both_sides: Annotated[
         Path | None, Option(metavar="FILE", rich_help_panel=MORE, help="Stereo WAV: user left, assistant right.")
@@ -132,7 +141,10 @@ def generate(
         recording = files.enter_context(AudioReader(audio, max_seconds=max_seconds))
         if recording.note:
             note(recording.note)
-        loaded = mlx_voicechat.load(model, say=note)
+        total_seconds = recording.seconds + extra_decoding_seconds
+        if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS:
+            compiled = True
+        loaded = mlx_voicechat.load(model, say=note, compile=compiled)
         from mlx_voicechat.model import BLOCK_FRAMES  # only now: it imports MLX
 
         config = loaded.config
@@ -148,7 +160,6 @@ def generate(
         )
         interrupt = files.enter_context(Interrupt())
         outputs = Outputs(files, targets, config)
-        total_seconds = recording.seconds + extra_decoding_seconds
         progress = files.enter_context(Progress(total_seconds, config.frame_seconds, live is not None))
         block_frames = 1 if stream else BLOCK_FRAMES
         pieces = chain(recording, silence(round(extra_decoding_seconds * config.input_rate_hz)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
 
 NO_FORCE = -1  # not a token id: the model's own choice stands
 BLOCK_FRAMES = 512  # frames of perception at once in the offline form
-PREFILL_CHUNK = 256  # prompt positions of the LLM at once
+PREFILL_CHUNK = 512  # prompt positions of the LLM at once
+CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
+CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
+KEPT_OPENINGS = 2  # a prompt's caches are hundreds of megabytes at full size
 
 
 class Draws(NamedTuple):
@@ -154,6 +159,7 @@ class VoiceChat:
         self.language, self.speech = networks.stt_model, networks.tts_model
         self.perception, self.tts, self.codec = self.language.perception, self.speech.tts_model, self.speech.audio_codec
         self.rnnt = GreedyDecoder(self.language.rnnt_decoder, self.language.rnnt_joint, config.rnnt)
+        self._openings: OrderedDict[Hashable, State] = OrderedDict()
         self._prepare()
 
     def _prepare(self) -> None:
@@ -166,12 +172,20 @@ class VoiceChat:
         self._hear, self._decode = self.perception.step, self.codec.step
         mx.eval(self._silence, *self._voices.values())
 
-    def compile(self) -> None:
-        """Fuse the fixed-shape work of a frame (`mx.compile`); each thread traces it at its first frame."""
+    def compile(self) -> bool:
+        """Fuse the fixed-shape work of a frame (`mx.compile`); each thread traces it at its first frame.
+
+        False, and nothing changed, where MLX cannot compile: on Linux without a C++ compiler.
+        """
+        try:
+            mx.eval(mx.compile(lambda x: mx.exp(x) + 1)(self._silence.astype(mx.float32)))
+        except RuntimeError:
+            return False
         self.language.compile()
         self.rnnt.compile()
         self.tts.compile()
         self._hear, self._decode = mx.compile(self.perception.step), mx.compile(self.codec.step)
+        return True
 
     # -- conversations -------------------------------------------------------------------------------------------
 
@@ -237,6 +251,31 @@ class VoiceChat:
 
     # -- the timeline --------------------------------------------------------------------------------------------
 
+    def open(
+        self, prompt: str, voice: str | None, guidance_scale: float, draws: Callable[[int], Draws], seed: int | None
+    ) -> State:
+        """The state at the first audio frame: voice prompt and system prompt done, evaluated.
+
+        Finished openings are kept, so that the next conversation that opens alike starts at once. `seed` is what
+        `draws` follows from; None (the caller's own noise) keeps nothing. Only a system prompt's steps draw.
+        """
+        prompt = prompt if prompt.strip() else ""
+        key = (prompt, self.config.speaker if voice is None else voice, guidance_scale, seed if prompt else None)
+        keep = seed is not None or not prompt
+        state = self._openings.get(key) if keep else None
+        if state is None:
+            state = self.init_state(self.voice(voice), guidance_scale)
+            if prompt:
+                ids = [self.config.bos_id, *self.tokenizer.encode(prompt), self.config.eos_id]
+                self.prefill(ids, state, draws)
+            mx.eval(state.arrays)
+        if keep:
+            self._openings[key] = state
+            self._openings.move_to_end(key)
+            while len(self._openings) > KEPT_OPENINGS:
+                self._openings.popitem(last=False)
+        return state.copy()
+
     def init_state(self, voice: mx.array, guidance_scale: float) -> State:
         """The state after the voice prompt, before position 0; lazy."""
         pad = mx.array([self.config.pad_id])
@@ -250,7 +289,7 @@ class VoiceChat:
             function_id=pad,
         )
 
-    def prefill(self, ids: Sequence[int], state: State, draws: Callable[[int], Draws]) -> State:
+    def prefill(self, ids: Sequence[int], state: State, draws: Callable[[int], Draws]) -> None:
         """Run the system prompt: its embeddings take the audio slot, both channels stay PAD, nothing is spoken.
 
         The LLM runs in chunks; the TTS feeds its own codes back and steps position by position, the first excepted.
@@ -266,11 +305,6 @@ class VoiceChat:
             self._speak(pad, state, draws(state.steps))
             mx.async_eval(state.tts.arrays)
         state.position = len(ids)
-        return state
-
-    def wait(self, state: State) -> None:
-        """Evaluate a state, so that the first frame does not pay for its opening."""
-        mx.eval(state.arrays)
 
     def hear(self, samples: mx.array, state: State) -> list[Heard]:
         """Whole frames (B, n * 1280) -> n frames' Heard; advances the perception state. Lazy for one frame.
@@ -354,12 +388,38 @@ def _stages(profile: Profile | None) -> Callable[..., None]:
     return stage
 
 
-def load(model: str | Path, say: Callable[[str], None] = checkpoint.print_notice) -> VoiceChat:
+def load(
+    model: str | Path,
+    say: Callable[[str], None] = checkpoint.print_notice,
+    compile: bool | None = None,
+) -> VoiceChat:
     """Open a checkpoint: a folder, a hub id (from the cache or fetched) or `tiny`, the packaged demonstration.
 
-    `say` gets notices before a download. Raises CheckpointError and HubError.
+    `compile` fuses the kernels of a frame; None does on a GPU and not on a CPU, where it first costs seconds.
+    `say` gets notices, such as the size of a download. Raises CheckpointError and HubError.
     """
     folder = checkpoint.find(model, say)
     config = read_config(folder)
-    parameters = checkpoint.load_parameters(folder, config)
-    return VoiceChat(str(model), config, Tokenizer(folder), parameters)
+    tokenizer = Tokenizer(folder)
+    parameters = checkpoint.load_parameters(folder, config, tokenizer)
+    limit_buffer_cache()
+    loaded = VoiceChat(str(model), config, tokenizer, parameters)
+    on_gpu = mx.default_device().type == mx.gpu
+    if (on_gpu if compile is None else compile) and not loaded.compile():
+        say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")
+    return loaded
+
+
+def limit_buffer_cache() -> None:
+    """Bound the buffers that MLX keeps for reuse: CACHE_VARIABLE in MB, else a part of the machine's memory.
+
+    A limit that the program has set before stays. MLX's own default on a GPU is all memory, so it grows for hours.
+    """
+    own = os.environ.get(CACHE_VARIABLE)
+    if own and not own.isdecimal():
+        raise InputError(f"{CACHE_VARIABLE} is {own!r}, expected a whole number of megabytes.")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = int(own) * 2**20 if own else min(total // CACHE_PART, MAX_CACHE_BYTES)
+    before = mx.set_cache_limit(limit)
+    if not own and before < mx.get_memory_limit():
+        mx.set_cache_limit(before)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import InputError, LimitError, SessionClosedError
-from .model import NO_FORCE, Draws, Frame, Heard, State
+from .model import NO_FORCE, Draws, Frame, Heard
 from .profile import Profile
 from .text import IncrementalDecoder, TranscriptText
 
@@ -138,9 +138,8 @@ class Session:
         prompt = config.default_system_prompt if system_prompt is None else system_prompt
         if not isinstance(prompt, str):
             raise InputError(f"system_prompt must be a string, not {type(prompt).__name__}.")
-        self._state = self._open(
-            prompt, model.voice(voice), _checked_guidance(guidance_scale, config.tts.guidance_scale)
-        )
+        scale = _checked_guidance(guidance_scale, config.tts.guidance_scale)
+        self._state = model.open(prompt, voice, scale, self._draws, self.seed if noise is None else None)
 
     @property
     def transcript(self) -> str:
@@ -226,16 +225,7 @@ class Session:
                 raise InputError(f"force({name}={token!r}): a token id is an integer in 0..{vocabulary - 1}.")
         self._forced = [NO_FORCE if token is None else int(token) for token in (text, function)]
 
-    # -- opening -------------------------------------------------------------------------------------------------
-
-    def _open(self, prompt: str, voice: mx.array, guidance_scale: float) -> State:
-        model, config = self.model, self.model.config
-        state = model.init_state(voice, guidance_scale)
-        if prompt.strip():
-            ids = [config.bos_id, *model.tokenizer.encode(prompt), config.eos_id]
-            state = model.prefill(ids, state, self._draws)
-        model.wait(state)
-        return state
+    # -- frames --------------------------------------------------------------------------------------------------
 
     def _draws(self, step: int) -> Draws:
         """The sampler's noise of one TTS step: the caller's, or drawn from the seed and the step alone."""
@@ -248,8 +238,6 @@ class Session:
             raise InputError(f"noise({step}) gave shapes {[a.shape for a in drawn]}, expected {list(shapes)}.")
         return Draws(*drawn)
 
-    # -- frames --------------------------------------------------------------------------------------------------
-
     def _run(self, block_frames: int) -> Iterator[Event]:
         frame_samples = self.model.config.frame_samples_in
         while self._heard or len(self._waiting) >= frame_samples:
@@ -260,7 +248,8 @@ class Session:
                 taken = count * frame_samples
                 samples, self._waiting = self._waiting[:taken], self._waiting[taken:]
                 self._heard.extend(self.model.hear(mx.array(samples)[None], self._state))
-            events = self._frame(self._heard.popleft())
+            events = self._frame(self._heard[0])
+            self._heard.popleft()
             if self.profile:
                 self.profile.stop()
             yield from events

@@ -135,6 +135,17 @@ def test_options_reach_the_session(command: Command, fake: FakeModel) -> None:
     assert fake.opened[1] == empty | {"system_prompt": "", "max_seconds": 9.0, "profile": True}
 
 
+def test_compiling_is_decided_by_the_length_of_the_job(command: Command, fake: FakeModel) -> None:
+    for options, extra, expected in (
+        ([], 0, None),
+        ([], 200, True),
+        (["--no-compile"], 200, False),
+        (["--compile"], 0, True),
+    ):
+        assert command(*options, extra=extra)[0] == 0
+        assert fake.load_options[-1]["compile"] is expected
+
+
 def test_which_model(command: Command, fake: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     command()
     monkeypatch.setenv("MLX_VOICECHAT_MODEL", "from/the-environment")

@@ -86,11 +86,13 @@ class FakeModel:
         self.before: Callable[[int], Any] = lambda index: None
         self.speaking = False
         self.loaded: list[str] = []
+        self.load_options: list[dict[str, Any]] = []
         self.opened: list[dict[str, Any]] = []
         self.sessions: list[FakeSession] = []
 
-    def load(self, name: str, say: Callable[[str], None]) -> FakeModel:
+    def load(self, name: str, say: Callable[[str], None], **options: Any) -> FakeModel:
         self.loaded.append(name)
+        self.load_options.append(options)
         return self
 
     def session(self, **options: Any) -> FakeSession:
