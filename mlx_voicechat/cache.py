@@ -11,19 +11,21 @@ class KvCache:
     """Keys and values (B, heads, positions, head_dim) of everything seen, or of the last `window` positions.
 
     Rotary positions must already be in the keys: in a full ring the order of slots is not the order of time.
-    `phase` staggers the growth of a stack's layers, so that no frame copies more than one layer's cache.
+    `phase` staggers the growth of a stack's layers, so that no frame copies more than one layer's cache. `dtype` is what
+    is stored and handed out; None stores what comes.
     """
 
-    def __init__(self, window: int | None = None, phase: int = 0) -> None:
+    def __init__(self, window: int | None = None, phase: int = 0, dtype: mx.Dtype | None = None) -> None:
         self.window = window
         self.phase = phase % BLOCK
+        self.dtype = dtype
         self.offset = 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
 
     def copy(self) -> KvCache:
         """A cache that goes on independently; the memory is shared until one of the two writes."""
-        twin = KvCache(self.window, self.phase)
+        twin = KvCache(self.window, self.phase, self.dtype)
         twin.offset = self.offset
         # A slice assignment changes the array object it is made on, so the twin needs objects of its own.
         twin.keys, twin.values = (None if a is None else a[...] for a in (self.keys, self.values))
@@ -42,6 +44,8 @@ class KvCache:
 
         `keys`, `values`: (B, heads, T, head_dim).
         """
+        if self.dtype is not None:
+            keys, values = keys.astype(self.dtype), values.astype(self.dtype)
         steps = keys.shape[2]
         start, end = self.offset, self.offset + steps
         self.offset = end

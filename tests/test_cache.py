@@ -88,3 +88,14 @@ def test_a_copy_goes_on_alone(window: int | None, evaluated: bool) -> None:
     seen = second.update(keys[:, :, 9:10], values[:, :, 9:10])
     expected = plain(queries[:, :, :10], keys[:, :, :10], values[:, :, :10], window)[:, :, 9:10]
     np.testing.assert_allclose(attend(queries[:, :, 9:10], *seen), expected, atol=1e-6)
+
+
+def test_a_narrow_cache_stores_and_hands_out_its_own_type() -> None:
+    keys, values = history(8)
+    cache = KvCache(window=6, dtype=mx.bfloat16)
+    cache.update(keys[:, :, :4], values[:, :, :4])
+    seen = cache.copy().update(keys[:, :, 4:5], values[:, :, 4:5])
+    assert seen[0].dtype == seen[1].dtype == mx.bfloat16
+    np.testing.assert_array_equal(
+        np.array(seen[0].astype(mx.float32)), np.array(keys[:, :, :5].astype(mx.bfloat16).astype(mx.float32))
+    )
