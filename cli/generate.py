@@ -8,7 +8,7 @@ import math
 import sys
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer import Option
@@ -17,10 +17,12 @@ from mlx_voicechat.errors import InputError, LimitError
 
 from .conversation import Interrupt, converse, cut, silence
 from .outputs import Outputs, Targets, replacing
+from .profiling import frames_file, wants_parts
 from .render import LiveText, Output, Progress, final_text, note
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event, Session
+    from mlx_voicechat.speech_weights import Choice
 
 DEFAULT_MODEL = "mlx-community/NemotronLabs-VoiceChat-11B-4bit"
 MAX_EXTRA_SECONDS = 600
@@ -104,6 +106,9 @@ def generate(
             help="Fuse kernels first, or not; decided by the job if absent.",
         ),
     ] = None,
+    speech_weights: Annotated[
+        str | None, Option(metavar="f32|q8", show_default=False, help="How speech weights are held; else by memory.")
+    ] = None,
     as_json: Annotated[bool, Option("--json", rich_help_panel=MORE, help="Print one JSON object, not text.")] = False,
     both_sides: Annotated[
         Path | None, Option(metavar="FILE", rich_help_panel=MORE, help="Stereo WAV: user left, assistant right.")
@@ -128,7 +133,7 @@ def generate(
             raise InputError(f"{option} works only together with --stream.")
     if n is not None:
         note("-n is ignored: the output is as long as the recording and the silence after it.")
-    targets = Targets(output_audio, both_sides, events, profile_json)
+    targets = Targets(output_audio, both_sides, events, profile_json, frames_file() if profile else None)
     targets.check(audio)
 
     import mlx_voicechat
@@ -144,7 +149,8 @@ def generate(
         total_seconds = recording.seconds + extra_decoding_seconds
         if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS:
             compiled = True
-        loaded = mlx_voicechat.load(model, say=note, compile=compiled)
+        choice = cast("Choice | None", speech_weights)
+        loaded = mlx_voicechat.load(model, say=note, compile=compiled, speech_weights=choice)
         from mlx_voicechat.model import BLOCK_FRAMES  # only now: it imports MLX
 
         config = loaded.config
@@ -158,6 +164,10 @@ def generate(
             guidance_scale=guidance_scale,
             profile=profile,
         )
+        if session.profile and wants_parts():
+            from mlx_voicechat.parts import timed
+
+            files.enter_context(timed(loaded, session.profile))
         interrupt = files.enter_context(Interrupt())
         outputs = Outputs(files, targets, config)
         progress = files.enter_context(Progress(total_seconds, config.frame_seconds, live is not None))
@@ -179,6 +189,9 @@ def generate(
         summary = json.dumps(session.profile.summary(), indent=2) if session.profile else ""
         if profile_json:
             files.enter_context(replacing(profile_json)).write(summary + "\n")
+        if session.profile and targets.profile_frames:
+            timings = json.dumps(session.profile.every_frame(), indent=1)
+            files.enter_context(replacing(targets.profile_frames)).write(timings + "\n")
     if live:
         live.close()
     elif as_json:

@@ -17,7 +17,9 @@ import typer
 
 from mlx_voicechat.errors import VoiceChatError
 
+from .bench import bench
 from .generate import generate
+from .info import info
 from .synth import synth
 
 DEBUG_VARIABLE = "MLX_VOICECHAT_DEBUG"
@@ -53,6 +55,8 @@ def root(
 
 
 app.command()(generate)
+app.command()(info)
+app.command()(bench)
 app.command()(synth)
 
 

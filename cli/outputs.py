@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_voicechat.errors import InputError
 
+from .profiling import FRAMES_VARIABLE
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -31,14 +33,16 @@ class Targets:
     both_sides: Path | None = None
     events: Path | None = None
     profile_json: Path | None = None
+    profile_frames: Path | None = None
 
     def __bool__(self) -> bool:
         return any(path is not None for _, path in self.named())
 
     def named(self) -> Iterator[tuple[str, Path | None]]:
-        """(option, path) of each."""
+        """(option or variable, path) of each."""
         for field in dataclasses.fields(self):
-            yield "--" + field.name.replace("_", "-"), getattr(self, field.name)
+            option = "--" + field.name.replace("_", "-")
+            yield FRAMES_VARIABLE if field.name == "profile_frames" else option, getattr(self, field.name)
 
     def check(self, recording: str) -> None:
         """Raise InputError or AudioError if one cannot be written, or is the recording, or is asked for twice."""

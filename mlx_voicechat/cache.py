@@ -11,8 +11,8 @@ class KvCache:
     """Keys and values (B, heads, positions, head_dim) of everything seen, or of the last `window` positions.
 
     Rotary positions must already be in the keys: in a full ring the order of slots is not the order of time.
-    `phase` staggers the growth of a stack's layers, so that no frame copies more than one layer's cache. `dtype` is what
-    is stored and handed out; None stores what comes.
+    `phase` staggers the growth of a stack's layers, so that no frame copies more than one layer's cache. `dtype` is
+    what is stored and handed out; None stores what comes.
     """
 
     def __init__(self, window: int | None = None, phase: int = 0, dtype: mx.Dtype | None = None) -> None:

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -180,16 +181,42 @@ def quantise_modules(module: nn.Module, config: ModelConfig) -> None:
         raise CheckpointError(f"`quantization` names layers that this model lacks: {some_of(sorted(unused))}.")
 
 
-def build(module: nn.Module, parameters: Mapping[str, mx.array], config: ModelConfig) -> None:
-    """Quantise `module` as the config says, check, load and evaluate its weights; peak memory stays near their size."""
+def build(
+    module: nn.Module,
+    parameters: Parameters,
+    config: ModelConfig,
+    requantise: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+) -> None:
+    """Quantise `module` as the config says, check, load and evaluate its weights; peak memory stays near their size.
+
+    `requantise` (`speech_weights.plan`): weights to quantise as well, by stored name; replaces them in `parameters`.
+    """
     quantise_modules(module, config)
-    needed: Any = tree_flatten(module.parameters(), destination={})
-    expected = {path: tuple(array.shape) for path, array in needed.items()}
-    check(expected, parameters)
+    check(_shapes(module), parameters)
+    _requantise(module, parameters, requantise)
+    expected = sorted(_shapes(module))
     module.load_weights([(path, parameters[path]) for path in expected], strict=True)
-    for step in _steps([parameters[path] for path in sorted(expected)]):
+    for step in _steps([parameters[path] for path in expected]):
         mx.eval(step)
         mx.clear_cache()
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    flat: Any = tree_flatten(module.parameters(), destination={})
+    return {path: tuple(array.shape) for path, array in flat.items()}
+
+
+def _requantise(module: nn.Module, parameters: Parameters, chosen: Mapping[str, Mapping[str, int]]) -> None:
+    """One layer after the other, so that one wide weight is there at a time; the largest first, when memory is free."""
+    weights = [path for path in parameters if tensor_names(path)[0] in chosen]
+    layers = {path.removesuffix(".weight"): chosen[tensor_names(path)[0]] for path in weights}
+    nn.quantize(module, class_predicate=lambda path, _: dict(layers.get(path, {})))
+    for layer in sorted(layers, key=lambda layer: parameters[f"{layer}.weight"].nbytes, reverse=True):
+        packed = mx.quantize(parameters.pop(f"{layer}.weight"), **layers[layer])
+        mx.eval(packed)
+        mx.clear_cache()
+        names = ("weight", "scales", "biases")
+        parameters |= {f"{layer}.{name}": array for name, array in zip(names, packed, strict=True)}
 
 
 def voice_names(parameters: Mapping[str, mx.array]) -> list[str]:
@@ -233,7 +260,7 @@ def _common_settings(layers: list[str], config: ModelConfig) -> Mapping[str, Any
     return entries[0]
 
 
-def _partners(name: str) -> list[str]:
+def partners(name: str) -> list[str]:
     """The tensors that go into the same parameter as `name`, itself among them."""
     for where, parts, _ in layout.FUSIONS:
         for part in parts:
@@ -249,14 +276,14 @@ def _fits(name: str, weights: Mapping[str, mx.array], stored: Mapping[str, Store
 
     Raises CheckpointError for partners of unlike width or quantisation.
     """
-    partners = _partners(name)
-    if any(partner not in weights for partner in partners):
+    parts = partners(name)
+    if any(partner not in weights for partner in parts):
         return False
-    if len(partners) > 1:
-        _common_settings([partner.rpartition(".")[0] for partner in partners], config)
+    if len(parts) > 1:
+        _common_settings([partner.rpartition(".")[0] for partner in parts], config)
         rows = 0 if ".lstm." in name else 1  # biases are added, rows stacked
-        if len({weights[partner].shape[rows:] for partner in partners}) > 1:
-            listed = ", ".join(f"{_where(partner, stored)} {weights[partner].shape}" for partner in partners)
+        if len({weights[partner].shape[rows:] for partner in parts}) > 1:
+            listed = ", ".join(f"{_where(partner, stored)} {weights[partner].shape}" for partner in parts)
             raise CheckpointError(f"Tensors that run as one layer do not fit together: {listed}.")
     return True
 

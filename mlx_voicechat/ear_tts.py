@@ -241,10 +241,18 @@ class EarTts(nn.Module):
         self.embed_subword = SubwordEncoder(config, vocab_size)
         self.mog_head = MogHead(config)
 
-    def prepare(self, char_ids: Sequence[Sequence[int]], silence_codes: mx.array, pad_id: int, eos_id: int) -> None:
+    def prepare(
+        self,
+        char_ids: Sequence[Sequence[int]],
+        silence_codes: mx.array,
+        pad_id: int,
+        eos_id: int,
+        text_rows: Callable[[Callable[[], mx.array]], mx.array] = lambda build: build(),
+    ) -> None:
         """Build all constants, the text share of every token id among them, and evaluate them.
 
-        `char_ids`: the characters of ids 0 .. V-1; `silence_codes` (Q,): the codec's codes of silence.
+        `char_ids`: the characters of ids 0 .. V-1; `silence_codes` (Q,): the codec's codes of silence; `text_rows`
+        gets what builds the table (V, W) of text shares and returns that table (`text_table.kept`).
         """
         fusion = self.gated_fusion_audio_text
         self.backbone.prepare()
@@ -252,7 +260,7 @@ class EarTts(nn.Module):
         self._pad_id, self._eos_id = pad_id, eos_id
         self._books = Codebooks(self.rvq_embs)
         self._silence = self._books.embed(silence_codes)
-        self._text_rows = self.embed_subword.table(char_ids, fusion.text)
+        self._text_rows = text_rows(lambda: self.embed_subword.table(char_ids, fusion.text))
         self._null_row = fusion.text(self.null_emb)
         self._conditioned = mx.array([[[True]], [[False]]])
         mx.eval(self._silence, self._null_row, self._conditioned)

@@ -7,13 +7,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from . import checkpoint
+from . import checkpoint, memory, text_table
 from .codec import Codec, CodecState, replace_control_codes
 from .config import ModelConfig, read_config
 from .conformer import Perception, PerceptionState
@@ -21,6 +22,7 @@ from .duplex_lm import DuplexLm, LlmState
 from .ear_tts import EarTts, TtsState
 from .errors import InputError
 from .rnnt import GreedyDecoder, Joint, PredictionNet, RnntState
+from .speech_weights import Choice, Plan, check_choice
 from .text import Tokenizer, character_table
 
 if TYPE_CHECKING:
@@ -148,25 +150,35 @@ class Networks(nn.Module):
 class VoiceChat:
     """A loaded checkpoint: weights and constants, shared by any number of sessions of one thread."""
 
-    def __init__(self, name: str, config: ModelConfig, tokenizer: Tokenizer, parameters: checkpoint.Parameters) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        parameters: checkpoint.Parameters,
+        say: Callable[[str], None] = checkpoint.print_notice,
+        requantise: Plan = MappingProxyType({}),
+    ) -> None:
         self.name = name
         self.config = config
         self.tokenizer = tokenizer
         self.voices = checkpoint.voice_names(parameters)
         networks = Networks(config)
-        checkpoint.build(networks, parameters, config)
+        checkpoint.build(networks, parameters, config, requantise)
         self._voices = {voice: checkpoint.voice(parameters, voice, config) for voice in self.voices}
         self.language, self.speech = networks.stt_model, networks.tts_model
         self.perception, self.tts, self.codec = self.language.perception, self.speech.tts_model, self.speech.audio_codec
         self.rnnt = GreedyDecoder(self.language.rnnt_decoder, self.language.rnnt_joint, config.rnnt)
         self._openings: OrderedDict[Hashable, State] = OrderedDict()
-        self._prepare()
+        self._prepare(parameters.folder, say)
 
-    def _prepare(self) -> None:
+    def _prepare(self, folder: Path, say: Callable[[str], None]) -> None:
         config, silence = self.config, self.speech.codec_silence_tokens
         self.perception.prepare()
         self.language.prepare()
-        self.tts.prepare(character_table(self.tokenizer), silence, config.pad_id, config.eos_id)
+        characters = character_table(self.tokenizer)
+        text_rows = text_table.kept(self.tts, config.tts.characters, characters, folder, say)
+        self.tts.prepare(characters, silence, config.pad_id, config.eos_id, text_rows)
         self.codec.prepare()
         self._silence = silence[None]
         self._hear, self._decode = self.perception.step, self.codec.step
@@ -392,18 +404,24 @@ def load(
     model: str | Path,
     say: Callable[[str], None] = checkpoint.print_notice,
     compile: bool | None = None,
+    speech_weights: Choice | None = None,
 ) -> VoiceChat:
     """Open a checkpoint: a folder, a hub id (from the cache or fetched) or `tiny`, the packaged demonstration.
 
     `compile` fuses the kernels of a frame; None does on a GPU and not on a CPU, where it first costs seconds.
-    `say` gets notices, such as the size of a download. Raises CheckpointError and HubError.
+    `speech_weights` holds the speech networks' weights as `f32` or `q8` (8 bits); None decides by the machine's memory.
+    `say` gets notices: the size of a download, too little memory. Raises CheckpointError, HubError and InputError.
     """
+    check_choice(speech_weights)
     folder = checkpoint.find(model, say)
     config = read_config(folder)
     tokenizer = Tokenizer(folder)
     parameters = checkpoint.load_parameters(folder, config, tokenizer)
     limit_buffer_cache()
-    loaded = VoiceChat(str(model), config, tokenizer, parameters)
+    requantise = memory.speech_plan(config, parameters.stored, speech_weights)
+    if (warning := memory.shortfall(config, parameters.stored, memory.machine(), requantise)) is not None:
+        say(warning)
+    loaded = VoiceChat(str(model), config, tokenizer, parameters, say, requantise)
     on_gpu = mx.default_device().type == mx.gpu
     if (on_gpu if compile is None else compile) and not loaded.compile():
         say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")

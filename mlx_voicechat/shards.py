@@ -58,7 +58,7 @@ def verify(folder: Path) -> dict[str, Stored]:
     """
     found: dict[str, Stored] = {}
     for name in files(folder):
-        found |= {tensor: Stored(name, *entry) for tensor, entry in _header(folder / name).items()}
+        found |= {tensor: Stored(name, *entry) for tensor, entry in header(folder / name).items()}
     if (folder / INDEX_FILE).is_file():
         lost = sorted(
             t for t, file in _weight_map(folder / INDEX_FILE).items() if t not in found or found[t].file != file
@@ -81,7 +81,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index} is not a safetensors index: {error}.", GET_AGAIN) from None
 
 
-def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+def header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and type of each tensor of one file, whose size must be what its header says."""
     try:
         size = path.stat().st_size
@@ -99,10 +99,10 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     if len(prefix) < _PREFIX_BYTES or size < start:
         raise CheckpointError(f"{path} is cut off after {size:,} bytes, inside its header.", GET_AGAIN)
     try:
-        header: dict[str, Any] = json.loads(text)
-        header.pop("__metadata__", None)
-        end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        tensors = {name: (tuple(entry["shape"]), str(entry["dtype"])) for name, entry in header.items()}
+        entries: dict[str, Any] = json.loads(text)
+        entries.pop("__metadata__", None)
+        end = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        tensors = {name: (tuple(entry["shape"]), str(entry["dtype"])) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise CheckpointError(f"{path} is not a safetensors file: its header cannot be read.", GET_AGAIN) from None
     if size < end:

@@ -1,0 +1,180 @@
+"""`mlx-voicechat bench`: how fast this machine runs a model, what a frame costs, and what memory it takes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from typer import Argument, Option
+
+from .conversation import Interrupt
+from .generate import DEFAULT_MODEL, INTERRUPTED
+from .outputs import Targets, replacing
+from .profiling import frames_file, wants_parts
+from .render import Output, note
+
+if TYPE_CHECKING:
+    from mlx_voicechat.speech_weights import Choice
+
+MIN_FRAMES = 20  # the first five are cold, every fourth has barriers
+STAGE_WIDTH, NUMBER_WIDTH = 12, 9
+
+
+def _bandwidth(value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value:g} is not a number above 0.")
+    return value
+
+
+def bench(
+    model: Annotated[
+        str,
+        Argument(
+            metavar="[MODEL]",
+            envvar="MLX_VOICECHAT_MODEL",
+            show_default=False,
+            help="A folder, a Hub repository, or tiny; the 11B model in 4 bits if absent.",
+        ),
+    ] = DEFAULT_MODEL,
+    frames: Annotated[int, Option(metavar="N", min=MIN_FRAMES, help="Frames of 80 ms to measure.")] = 250,
+    compiled: Annotated[
+        bool, Option("--compile/--no-compile", help="Fuse kernels first; on a CPU that takes a while.")
+    ] = True,
+    bandwidth: Annotated[
+        float | None,
+        Option(metavar="GBPS", callback=_bandwidth, help="Memory bandwidth in GB/s for the floor; else measured."),
+    ] = None,
+    speech_weights: Annotated[
+        str | None, Option(metavar="f32|q8", show_default=False, help="How speech weights are held; else by memory.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object, not tables.")] = False,
+) -> None:
+    """Measure a model on this machine: frame times, launches, memory, and what memory traffic alone would take.
+
+    It hears a quiet room. Stage times come from frames that wait for the device after each stage, the total and the
+    real-time factor from those between them.
+    """
+    targets = Targets(profile_frames=frames_file())
+    targets.check("-")
+
+    from mlx_voicechat.measure import bench as measure
+
+    output = Output()
+    with Interrupt() as interrupt, _progress(frames) as progress:
+        report, every_frame = measure(
+            model,
+            frames,
+            compile=compiled,
+            bandwidth_gbps=bandwidth,
+            speech_weights=cast("Choice | None", speech_weights),
+            parts=wants_parts(),
+            say=note,
+            progress=progress,
+            stop=lambda: interrupt.pressed,
+        )
+    if targets.profile_frames:
+        with replacing(targets.profile_frames) as file:
+            file.write(json.dumps(every_frame, indent=1) + "\n")
+    output.write(json.dumps(report) + "\n" if as_json else tables(report))
+    if report["frames"] < frames:
+        note(f"interrupted after {report['frames']} of {frames} frames.")
+        raise typer.Exit(INTERRUPTED)
+
+
+@contextmanager
+def _progress(frames: int) -> Iterator[Callable[[int], Any]]:
+    """A bar of frames, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=frames, unit=" frames", file=sys.stderr, dynamic_ncols=True, leave=False) as bar:
+        yield lambda done: bar.update(done - bar.n)
+
+
+def tables(report: dict[str, Any]) -> str:
+    """The report for a person to read."""
+    sections = [_heading(report), _times(report), _counts(report), _memory(report)]
+    notes = "".join(f"note: {text}\n" for text in report["notes"])
+    return "\n".join(section for section in [*sections, notes] if section)
+
+
+def _heading(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    compiled = "compiled" if machine["compiled"] else "not compiled"
+    return (
+        f"{report['model']}: {report['frames']} frames of {report['budget_ms']:g} ms\n"
+        f"{machine['chip']}, {machine['cores']} cores, {_size(machine['memory_bytes'])}, {machine['platform']}\n"
+        f"MLX {machine['mlx']} on the {machine['device'].upper()}, {compiled}, Python {machine['python']}\n"
+    )
+
+
+def _times(report: dict[str, Any]) -> str:
+    floor, bandwidth = report["floor"], report["bandwidth"]
+    lines = [_row("ms", "mean", "p50", "p95", "max", "floor", "moves")]
+    for stage, times in report["stages"].items():
+        below = floor[stage]
+        lines.append(_row(stage, *_values(times), _number(below["floor_ms"]), _size(below["bytes"])))
+    for part, times in report.get("sub_stages", {}).items():
+        lines.append(_row(part, *_values(times)))
+    source = "measured" if bandwidth["measured"] else "as given"
+    lines.append(f"real-time factor {_number(report['realtime_factor'])}: a frame's mean time over its length")
+    lines.append(f"the floor is the time to move those bytes at {bandwidth['gbps']:.1f} GB/s ({source})")
+    if growth := report["growth"]:
+        first, last = growth["first_p50_ms"], growth["last_p50_ms"]
+        lines.append(f"p50 of the first thousand frames {first:.2f}, of the last {last:.2f}: {last - first:+.2f} ms")
+    return "\n".join(lines) + "\n"
+
+
+def _counts(report: dict[str, Any]) -> str:
+    counted, opening = report["counted_frame"], report["opening_seconds"]
+    reads = ", ".join(f"{name.strip('_')} {count}" for name, count in counted["reads"].items())
+    several = "" if report["evaluations"] == 1 else "s"
+    return (
+        f"one frame: {report['primitives']:,} primitives, {report['launches']:,} launches, "
+        f"{report['evaluations']} evaluation{several} or read{several} by the host ({reads})\n"
+        f"loaded in {report['load_seconds']:.2f} s, a session opened in {opening['first'] * 1000:.0f} ms, "
+        f"one that opens alike in {opening['again'] * 1000:.0f} ms\n"
+    )
+
+
+def _memory(report: dict[str, Any]) -> str:
+    memory = report["memory"]
+    announced, process = memory["announced"], memory["process"]
+    rows = [
+        _row("memory", "announced", "measured"),
+        _row("loaded", _size(announced["loaded_bytes"]), _size(memory["loaded_bytes"])),
+        _row("in session", _size(announced["total_bytes"]), _size(memory["active_bytes"])),
+    ]
+    rows += [
+        _row(f"  {name}", _size((announced["weights"] | announced).get(name, announced["constants"])), _size(size))
+        for name, size in memory["resident"].items()
+    ]
+    grown = process["last_frame_bytes"] - process["first_frame_bytes"]
+    rows.append(
+        f"peak {_size(memory['peak_bytes'])}, {_size(memory['load_peak_bytes'])} of it while loading; "
+        f"process {_size(process['last_frame_bytes'])}, {_size(grown)} more than at the first frame"
+    )
+    return "\n".join(rows) + "\n"
+
+
+def _row(name: str, *cells: str) -> str:
+    return (f"{name:<{STAGE_WIDTH}}" + "".join(f"{cell:>{NUMBER_WIDTH}}" for cell in cells)).rstrip()
+
+
+def _values(times: dict[str, float | None]) -> list[str]:
+    return [_number(times[key]) for key in ("mean_ms", "p50_ms", "p95_ms", "max_ms")]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if abs(count) >= 1e9 else f"{count / 1e6:.2f} MB"

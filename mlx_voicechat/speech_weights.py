@@ -1,0 +1,77 @@
+"""How the speech networks' weights are held: as float32, or their linear layers in 8 bits with float32 scales.
+
+Their activations are float32, and MLX would widen a whole bf16 weight in every call (spec: checkpoint.md, precision).
+What is decided here from the files' headers, `checkpoint.build` does and `memory.announce` counts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from .checkpoint import partners
+from .errors import InputError
+from .shards import Stored
+
+Choice = Literal["f32", "q8"]
+Plan = Mapping[str, Mapping[str, int]]  # by the stored name of a weight: {"group_size", "bits"} to quantise it to
+
+BITS, GROUP_SIZES = 8, (64, 32)  # the first that divides a layer's inputs; a layer with neither stays float32
+SMALLEST = 4096  # weights of a layer; fewer are not worth it
+COMFORTABLE = 0.6  # part of a machine's memory that is taken without being asked to
+LONG_SECONDS = 600  # of conversation, for the need that must fit
+HALF_TYPES = ("BF16", "F16")  # as safetensors names them
+PLAIN_TYPES = (*HALF_TYPES, "F32")
+# Linear layers of encoder, TTS backbone, code embedding and MoG head. Not: what the text table is made of (built once,
+# exactly), convolutions, and the 1x1 ones between the strided ones (small, many rows).
+LAYERS = re.compile(
+    r"^(stt_model\.perception\.(?!encoder\.pre_encode\.conv\.|.*\.depthwise_conv\.)"
+    r"|tts_model\.tts_model\.(backbone|mog_head|embed_code|gated_fusion_audio_text\.audio_proj)\.)(.*\.)?weight$"
+)
+
+
+def plan(stored: Mapping[str, Stored], choice: str | None, f32_fits: bool = True) -> Plan:
+    """The weights to quantise at load; none for `f32`. Layers that the file has quantised stay as they are.
+
+    `q8`: all that are worth it. None decides: nothing where float32 fits the machine (`fits`), else what is stored in
+    16 bits. Raises InputError for any other word.
+    """
+    check_choice(choice)
+    if choice == "f32" or (choice is None and f32_fits):
+        return {}
+    types = PLAIN_TYPES if choice == "q8" else HALF_TYPES
+    chosen = {}
+    for name in filter(LAYERS.search, stored):
+        parts = [stored[part] for part in partners(name) if part in stored]
+        if all(part.dtype in types for part in parts) and (group_size := _group_size(parts)):
+            chosen[name] = {"group_size": group_size, "bits": BITS}
+    return chosen
+
+
+def check_choice(choice: str | None) -> None:
+    """Raise InputError unless it is a Choice or None."""
+    if choice is not None and choice not in get_args(Choice):
+        raise InputError(f"Speech weights cannot be held as {choice!r}.", f"Choose {' or '.join(get_args(Choice))}.")
+
+
+def fits(needed_bytes: int, machine_bytes: int) -> bool:
+    """Whether a machine of so much memory has enough for this and for its other programs."""
+    return needed_bytes <= COMFORTABLE * machine_bytes
+
+
+def held_bytes(tensor: Stored, settings: Mapping[str, int]) -> int:
+    """Memory of a weight that is quantised at load, its float32 scales and biases included."""
+    count = math.prod(tensor.shape)
+    return count * settings["bits"] // 8 + 2 * 4 * (count // settings["group_size"])
+
+
+def _group_size(parts: list[Stored]) -> int | None:
+    """For the matrix (out, in) of these parts, rows stacked; None if it is no matrix, too small or has odd inputs."""
+    shapes = [part.shape for part in parts]
+    if any(len(shape) < 2 or math.prod(shape[2:]) != 1 for shape in shapes):  # 1x1 kernels are matrices
+        return None
+    if sum(map(math.prod, shapes)) < SMALLEST or len({shape[1] for shape in shapes}) > 1:
+        return None
+    return next((size for size in GROUP_SIZES if shapes[0][1] % size == 0), None)

@@ -1,0 +1,213 @@
+"""What a checkpoint will take, told from its headers, against what loading and talking really take."""
+
+import gc
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_voicechat import assets, memory, synthetic
+from mlx_voicechat.cache import KvCache
+from mlx_voicechat.config import parse_config, read_config
+from mlx_voicechat.ear_tts import Backbone
+from mlx_voicechat.inventory import is_integer, tensors
+from mlx_voicechat.measure import networks_resident
+from mlx_voicechat.memory import Machine, announce
+from mlx_voicechat.model import load
+from mlx_voicechat.shards import Stored, verify
+from tests.support.checkpoints import GOLDEN
+
+FRAMES = 20
+GB = 10**9
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+@dataclass
+class Taken:
+    announced: memory.Announced
+    loaded: int
+    total: int
+    resident: dict[str, int]
+
+
+def taken(folder: Path, speech_weights: str | None = None, frames: int = FRAMES) -> Taken:
+    """Load a checkpoint and talk with it: what was announced, and what MLX then held."""
+    config, stored = read_config(folder), verify(folder)
+    plan = memory.speech_plan(config, stored, speech_weights)
+    gc.collect()
+    before = mx.get_active_memory()
+    model = load(folder, quiet, compile=False, speech_weights=speech_weights)  # type: ignore[arg-type]
+    loaded = mx.get_active_memory() - before
+    session = model.session()
+    for _ in range(frames):
+        session.push(np.zeros(config.frame_samples_in, np.float32))
+    gc.collect()
+    return Taken(
+        announce(config, stored, frames, requantise=plan),
+        loaded,
+        mx.get_active_memory() - before,
+        networks_resident(model, loaded),
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint, all sizes distinct."""
+    return synthetic.write_random("random", tmp_path_factory.mktemp("memory") / "made")
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-f32", "tiny-4bit", "made"])
+def test_what_is_announced_is_taken(name: str, made: Path) -> None:
+    folder = {"tiny": assets.TINY, "made": made}.get(name, GOLDEN / name)
+    got = taken(folder)
+    assert got.announced.loaded == pytest.approx(got.loaded, rel=0.05)
+    assert got.announced.total == pytest.approx(got.total, rel=0.05)
+    for network in ("perception", "rnnt", "language", "codec"):
+        assert got.announced.weights[network] == got.resident[network]
+    assert got.announced.weights["tts"] == pytest.approx(got.resident["tts"], rel=0.01)  # voices are no parameters
+    assert got.announced.text_table == got.resident["text_table"]
+    assert sum(got.resident.values()) == got.loaded
+
+
+def test_speech_weights_in_8_bits_are_announced() -> None:
+    got = taken(assets.TINY, "q8", frames=1)
+    assert got.announced.loaded == pytest.approx(got.loaded, rel=0.05)
+    whole = announce(read_config(assets.TINY), verify(assets.TINY), 1)
+    assert got.announced.weights["tts"] < whole.weights["tts"]
+    assert got.announced.weights["tts"] == pytest.approx(got.resident["tts"], rel=0.01)
+    assert got.announced.weights["language"] == whole.weights["language"]
+
+
+def test_a_longer_conversation_takes_more_until_the_windows_are_full() -> None:
+    config, stored = read_config(GOLDEN / "tiny-f32"), verify(GOLDEN / "tiny-f32")
+    speech = [announce(config, stored, frames).session["tts"] for frames in (10, 400, 800)]
+    assert speech == sorted(set(speech))
+    prompted = announce(config, stored, 300, prompt_tokens=300)
+    assert prompted.session["tts"] > announce(config, stored, 300).session["tts"]
+    assert prompted.opening > announce(config, stored, 300).opening
+
+
+@pytest.mark.parametrize("window", [None, 48, 300])
+@pytest.mark.parametrize("phase", [0, 3, 300])
+def test_room_of_a_cache(window: int | None, phase: int) -> None:
+    cache = KvCache(window, phase)
+    position = mx.zeros((1, 1, 1, 1))
+    for positions in range(1, 600):
+        cache.update(position, position)
+        assert cache.keys is not None
+        assert memory.cache_positions(positions, phase, window) == cache.keys.shape[2]
+    assert memory.cache_positions(0, phase, window) == 0
+
+
+def test_global_layers_are_those_of_the_backbone() -> None:
+    assert [memory.is_global(i) for i in range(30)] == [Backbone.is_global(i) for i in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "size"),
+    [
+        ("stt_model.llm.layers.0.mixer.in_proj.weight", Stored("f", (8, 4), "BF16"), 64),
+        ("stt_model.llm.layers.0.mixer.in_proj.weight", Stored("f", (8, 4), "U32"), 128),
+        ("stt_model.llm.layers.0.mixer.A_log", Stored("f", (8,), "BF16"), 32),
+        ("stt_model.perception.proj.weight", Stored("f", (8, 4), "BF16"), 128),
+        ("tts_model.codec_silence_tokens", Stored("f", (31,), "I64"), 124),
+        ("tts_model.audio_prompt_latents.Aria", Stored("f", (1, 2, 3), "BF16"), 24),
+        ("stt_model.rnnt_decoder.prediction.dec_rnn.lstm.bias_ih_l0", Stored("f", (4,), "F32"), 16),
+        ("stt_model.rnnt_decoder.prediction.dec_rnn.lstm.bias_hh_l0", Stored("f", (4,), "F32"), 0),
+        ("tts_model.audio_codec.encoder.layers.0.weight", Stored("f", (8, 4, 1), "F32"), 0),
+        ("tts_model.tts_model.audio_prompt_projection_W", Stored("f", (8, 8), "F32"), 0),
+    ],
+)
+def test_bytes_held(name: str, tensor: Stored, size: int) -> None:
+    assert memory.held(name, tensor) == size
+
+
+def released(bits: int | None) -> tuple[memory.ModelConfig, dict[str, Stored]]:
+    """Config and headers of the released sizes, stored as bfloat16 with an LLM of so many bits."""
+    config = parse_config(json.loads((assets.CONFIGS / "full.json").read_text(encoding="utf-8")))
+    stored: dict[str, Stored] = {}
+    for name, shape in tensors(config).items():
+        stored[name] = Stored("f", shape, "I32" if is_integer(name) else "BF16")
+        if bits and memory.network(name) == "language" and len(shape) == 2:
+            stored[name] = Stored("f", (shape[0], shape[1] * bits // 32), "U32")
+            for part in ("scales", "biases"):
+                stored[name.replace("weight", part)] = Stored("f", (shape[0], shape[1] // 64), "BF16")
+    return config, stored
+
+
+def test_the_released_model() -> None:
+    config, stored = released(4)
+    told = announce(config, stored, 7500)
+    assert told.text_table == 131072 * 1152 * 4
+    assert told.session["tts"] == pytest.approx(3.9 * GB, rel=0.01)  # two rows, 28 layers, 7,500 positions
+    assert told.loaded == pytest.approx(12.06 * GB, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("bits", "available", "words"),
+    [
+        (4, 30, None),
+        (4, 12, "no smaller checkpoint"),
+        (8, 15, "VoiceChat-11B-4bit needs 13.0 GB and would fit"),
+        (None, 20, "VoiceChat-11B-8bit needs 17.8 GB and would fit"),
+        (None, 14, "VoiceChat-11B-4bit needs 13.0 GB and would fit"),
+        (None, 8, "Even mlx-community/NemotronLabs-VoiceChat-11B-4bit needs 13.0 GB"),
+    ],
+)
+def test_too_little_memory_names_what_would_fit(bits: int | None, available: int, words: str | None) -> None:
+    warning = memory.shortfall(*released(bits), Machine(32 * GB, available * GB))
+    assert (warning is None) == (words is None)
+    if words:
+        assert warning is not None
+        assert words in warning
+        assert f"{available}.0 GB of 32.0 GB are available" in warning
+
+
+def test_loading_warns_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "machine", lambda: Machine(10**9, 10**6))
+    said: list[str] = []
+    assert load("tiny", said.append, compile=False).name == "tiny"
+    assert [text for text in said if "needs about" in text and "available" in text]
+
+
+def test_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert 0 < memory.machine().available <= memory.machine().total
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   8000 kB\n")
+    assert memory.machine().available == 8000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert memory.machine().available == 8000 * 1024
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert memory.machine() == Machine(5000, 4000)
+
+
+def test_memory_of_a_mac() -> None:
+    printed = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               10000.
+Pages active:                            200000.
+Pages inactive:                          150000.
+Pages speculative:                          500.
+Pages throttled:                              0.
+Pages wired down:                        100000.
+Pages purgeable:                           2000.
+"Translation faults":                 123456789.
+"""
+    assert memory.parse_vm_stat(printed) == 16384 * 162500
+    assert memory.parse_vm_stat("") == 0
+
+
+def test_names_of_no_network_are_left_to_the_loading() -> None:
+    config, stored = read_config(GOLDEN / "tiny-f32"), verify(GOLDEN / "tiny-f32")
+    odd = stored | {"odd.weight": Stored("f", (3,), "F32")}
+    assert announce(config, odd, 1) == announce(config, stored, 1)
+    assert math.isfinite(announce(config, {}, 1).total)
