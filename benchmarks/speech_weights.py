@@ -35,10 +35,12 @@ def main(models: list[str]) -> None:
         print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
         for file, texts, codes, first, mel, other_codes, other_mel in rows:
             print(f"| {file} | {texts} | {codes:.1%} | {first} | {mel:.3f} | {other_codes:.1%} | {other_mel:.3f} |")
-        equal, codes, mel, other_codes, other_mel = (np.mean([row[i] for row in rows]) for i in (1, 2, 4, 5, 6))
+        equal, codes, mel, other_codes, other_mel = (float(np.mean([r[i] for r in rows])) for i in (1, 2, 4, 5, 6))
         print(f"| all | {equal:.0%} | {codes:.1%} | | {mel:.3f} | {other_codes:.1%} | {other_mel:.3f} |")
         heard, spoken = (relative(part(exact), part(packed)) for part in (encoder_output, backbone_output))
-        print(f"\nOn equal input the encoder's output differs by {heard:.2%} (rms), the TTS backbone's by {spoken:.2%}.")
+        print(
+            f"\nOn equal input the encoder's output differs by {heard:.2%} (rms), the TTS backbone's by {spoken:.2%}."
+        )
 
 
 def compare(exact: VoiceChat, packed: VoiceChat, file: Path) -> tuple[bool, float, int | str, float, float, float]:

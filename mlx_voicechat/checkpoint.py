@@ -212,7 +212,8 @@ def _requantise(module: nn.Module, parameters: Parameters, chosen: Mapping[str, 
     layers = {path.removesuffix(".weight"): chosen[tensor_names(path)[0]] for path in weights}
     nn.quantize(module, class_predicate=lambda path, _: dict(layers.get(path, {})))
     for layer in sorted(layers, key=lambda layer: parameters[f"{layer}.weight"].nbytes, reverse=True):
-        packed = mx.quantize(parameters.pop(f"{layer}.weight"), **layers[layer])
+        settings: Any = layers[layer]
+        packed = mx.quantize(parameters.pop(f"{layer}.weight"), **settings)
         mx.eval(packed)
         mx.clear_cache()
         names = ("weight", "scales", "biases")

@@ -76,7 +76,8 @@ def fingerprint(weights: Mapping[str, mx.array], char_ids: Sequence[Sequence[int
     digest = hashlib.sha256(f"{FORMAT_VERSION} {facts!r}".encode())
     for name, array in sorted(weights.items()):
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(memoryview(mx.contiguous(array).reshape(-1).view(mx.uint8)))
+        data: Any = mx.contiguous(array).reshape(-1).view(mx.uint8)
+        digest.update(memoryview(data))
     lengths = np.fromiter(map(len, char_ids), np.int32, len(char_ids))
     characters = np.fromiter((c for token in char_ids for c in token), np.int32, int(lengths.sum()))
     digest.update(lengths.tobytes() + characters.tobytes())

@@ -146,6 +146,12 @@ def test_compiling_is_decided_by_the_length_of_the_job(command: Command, fake: F
         assert fake.load_options[-1]["compile"] is expected
 
 
+def test_how_speech_weights_are_held(command: Command, fake: FakeModel) -> None:
+    for options, expected in (([], None), (["--speech-weights", "q8"], "q8")):
+        assert command(*options)[0] == 0
+        assert fake.load_options[-1]["speech_weights"] == expected
+
+
 def test_which_model(command: Command, fake: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     command()
     monkeypatch.setenv("MLX_VOICECHAT_MODEL", "from/the-environment")
