@@ -52,6 +52,9 @@ def bench(
     speech_weights: Annotated[
         str | None, Option(metavar="f32|q8", show_default=False, help="How speech weights are held; else by memory.")
     ] = None,
+    kv_cache: Annotated[
+        str, Option(metavar="f32|bf16", help="How the speech generator's keys and values are held.")
+    ] = "f32",
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not tables.")] = False,
 ) -> None:
     """Measure a model on this machine: frame times, launches, memory, and what memory traffic alone would take.
@@ -72,6 +75,7 @@ def bench(
             compile=compiled,
             bandwidth_gbps=bandwidth,
             speech_weights=cast("Choice | None", speech_weights),
+            kv_cache=kv_cache,
             parts=wants_parts(),
             say=note,
             progress=progress,

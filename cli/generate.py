@@ -109,6 +109,9 @@ def generate(
     speech_weights: Annotated[
         str | None, Option(metavar="f32|q8", show_default=False, help="How speech weights are held; else by memory.")
     ] = None,
+    kv_cache: Annotated[
+        str, Option(metavar="f32|bf16", help="How the speech generator's keys and values are held.")
+    ] = "f32",
     as_json: Annotated[bool, Option("--json", rich_help_panel=MORE, help="Print one JSON object, not text.")] = False,
     both_sides: Annotated[
         Path | None, Option(metavar="FILE", rich_help_panel=MORE, help="Stereo WAV: user left, assistant right.")
@@ -150,7 +153,7 @@ def generate(
         if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS:
             compiled = True
         choice = cast("Choice | None", speech_weights)
-        loaded = mlx_voicechat.load(model, say=note, compile=compiled, speech_weights=choice)
+        loaded = mlx_voicechat.load(model, say=note, compile=compiled, speech_weights=choice, kv_cache=kv_cache)
         from mlx_voicechat.model import BLOCK_FRAMES  # only now: it imports MLX
 
         config = loaded.config

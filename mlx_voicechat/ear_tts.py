@@ -97,15 +97,19 @@ class Attention(nn.Module):
 def attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> mx.array:
     """Queries (rows, heads, T, head_dim) over the cache -> (rows, T, heads * head_dim); the scale is in the queries.
 
+    Products with a narrower cache are in its type, so that no frame widens it; the softmax is in float32.
+
     One frame takes three plain kernels: the released head size (72) has no fused one, and its fallback takes four.
     """
     rows, heads, steps, head_dim = queries.shape
     if steps > 1:
-        mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
+        queries = queries.astype(keys.dtype)
+        mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask).astype(mx.float32)
         return mixed.swapaxes(1, 2).reshape(rows, steps, heads * head_dim)
     grouped = queries.reshape(rows, keys.shape[1], -1, head_dim)
-    weights = mx.softmax(grouped @ keys.swapaxes(-1, -2), axis=-1)
-    return (weights @ values).reshape(rows, 1, heads * head_dim)
+    scores = (grouped.astype(keys.dtype) @ keys.swapaxes(-1, -2)).astype(queries.dtype)
+    weights = mx.softmax(scores, axis=-1).astype(values.dtype)
+    return (weights @ values).astype(queries.dtype).reshape(rows, 1, heads * head_dim)
 
 
 class Block(nn.Module):
@@ -161,9 +165,10 @@ class Backbone(nn.Module):
         """Let single frames run as one compiled function between two attentions."""
         self._pieces = tuple(mx.compile(piece) for piece in self._plain)
 
-    def init_caches(self) -> tuple[KvCache, ...]:
+    def init_caches(self, dtype: mx.Dtype | None = None) -> tuple[KvCache, ...]:
+        """Empty caches that store `dtype`; None stores keys and values as they are, float32."""
         layers = range(len(self.layers))
-        return tuple(KvCache(None if self.is_global(i) else self._window, phase=i) for i in layers)
+        return tuple(KvCache(None if self.is_global(i) else self._window, phase=i, dtype=dtype) for i in layers)
 
     def __call__(self, x: mx.array, caches: Sequence[KvCache]) -> mx.array:
         """Embeddings (rows, T, W) that follow what `caches` hold -> hidden states (rows, T, W); writes the caches."""
@@ -240,6 +245,7 @@ class EarTts(nn.Module):
         self.null_emb = mx.zeros((width,))
         self.embed_subword = SubwordEncoder(config, vocab_size)
         self.mog_head = MogHead(config)
+        self.cache_dtype: mx.Dtype | None = None
 
     def prepare(
         self,
@@ -294,7 +300,7 @@ class EarTts(nn.Module):
         return TtsState(
             latent=mx.zeros((batch, self._config.latent_size)),
             controls=sampling_controls(scale, top_p, noise, batch),
-            caches=self.backbone.init_caches(),
+            caches=self.backbone.init_caches(self.cache_dtype),
             guidance_rows=1 if scale == 0 else 2,
         )
 

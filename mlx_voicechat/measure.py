@@ -67,6 +67,7 @@ def bench(
     compile: bool = True,
     bandwidth_gbps: float | None = None,
     speech_weights: Choice | None = None,
+    kv_cache: str = "f32",
     parts: bool = False,
     say: Callable[[str], None] = checkpoint.print_notice,
     progress: Callable[[int], None] = lambda done: None,
@@ -79,8 +80,9 @@ def bench(
     """
     folder = checkpoint.find(model, say)
     config, stored = read_config(folder), verify(folder)
-    plan = memory.speech_plan(config, stored, speech_weights)
-    loaded, loading = _load(model, speech_weights, say)
+    cache_bytes = memory.tts_cache_bytes(kv_cache)
+    plan = memory.speech_plan(config, stored, speech_weights, cache_bytes)
+    loaded, loading = _load(model, speech_weights, kv_cache, say)
     compiled = compile and loaded.compile()
     if compile and not compiled:
         say("Frames are measured uncompiled: MLX found no C++ compiler here.")
@@ -103,7 +105,7 @@ def bench(
     gc.collect()
 
     summary = profile.summary()
-    announced = memory.announce(config, stored, session.frames, requantise=plan)
+    announced = memory.announce(config, stored, session.frames, requantise=plan, tts_cache_bytes=cache_bytes)
     figures = _memory(loading, announced) | {"resident": networks_resident(loaded, loading.bytes)}
     figures["process"] |= {"first_frame_bytes": resident_at_start, "last_frame_bytes": resident()}
     bandwidth = bandwidth_gbps or traffic.measured_bandwidth()
@@ -116,7 +118,9 @@ def bench(
         "load_seconds": loading.seconds,
         "opening_seconds": {"first": first_opening, "again": opening},
         "memory": figures,
-        "floor": floor(traffic.traffic(config, stored, session.frames, plan), bandwidth, summary["stages"]),
+        "floor": floor(
+            traffic.traffic(config, stored, session.frames, plan, cache_bytes), bandwidth, summary["stages"]
+        ),
         "bandwidth": {"gbps": bandwidth, "measured": bandwidth_gbps is None},
     }
     if sub_stages is not None:
@@ -223,11 +227,14 @@ def peak_resident() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kB
 
 
-def _load(model: str | Path, speech_weights: Choice | None, say: Callable[[str], None]) -> tuple[VoiceChat, Loading]:
+def _load(
+    model: str | Path, speech_weights: Choice | None, kv_cache: str, say: Callable[[str], None]
+) -> tuple[VoiceChat, Loading]:
+    gc.collect()  # an earlier model of this process must not be freed while this one is measured
     active, process = mx.get_active_memory(), resident()
     mx.reset_peak_memory()
     started = time.perf_counter()
-    loaded = load(model, say, compile=False, speech_weights=speech_weights)
+    loaded = load(model, say, compile=False, speech_weights=speech_weights, kv_cache=kv_cache)
     seconds = time.perf_counter() - started
     return loaded, Loading(seconds, active, mx.get_active_memory(), mx.get_peak_memory(), process, resident())
 

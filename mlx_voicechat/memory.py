@@ -21,6 +21,7 @@ from . import inventory, layout
 from .cache import BLOCK
 from .checkpoint import FLOAT32
 from .config import GLOBAL_LAYER_PERIOD, ModelConfig
+from .errors import InputError
 from .shards import Stored
 from .speech_weights import LONG_SECONDS, Plan, fits, held_bytes, plan
 
@@ -67,6 +68,17 @@ class Announced:
         return self.loaded + self.opening + sum(self.session.values())
 
 
+TTS_CACHE_BYTES = {"f32": 4, "bf16": 2}  # of a number in the TTS's attention caches, by the name of the choice
+
+
+def tts_cache_bytes(choice: str) -> int:
+    """Bytes of a number for `f32` or `bf16`; raises InputError for any other word."""
+    if choice not in TTS_CACHE_BYTES:
+        known = " or ".join(TTS_CACHE_BYTES)
+        raise InputError(f"Keys and values cannot be held as {choice!r}.", f"Choose {known}.")
+    return TTS_CACHE_BYTES[choice]
+
+
 class Machine(NamedTuple):
     """Memory in bytes: all there is, and what programs can still get."""
 
@@ -103,9 +115,12 @@ def announce(
     )
 
 
-def speech_plan(config: ModelConfig, stored: Mapping[str, Stored], choice: str | None) -> Plan:
+def speech_plan(
+    config: ModelConfig, stored: Mapping[str, Stored], choice: str | None, tts_cache_bytes: int = FLOAT
+) -> Plan:
     """The layers that `model.load` quantises for `choice` (f32, q8 or None) on this machine; raises InputError."""
-    needed = announce(config, stored, round(LONG_SECONDS / config.frame_seconds)).total
+    frames = round(LONG_SECONDS / config.frame_seconds)
+    needed = announce(config, stored, frames, tts_cache_bytes=tts_cache_bytes).total
     return plan(stored, choice, fits(needed, machine().total))
 
 
@@ -205,10 +220,15 @@ def parse_vm_stat(text: str) -> int:
 
 
 def shortfall(
-    config: ModelConfig, stored: Mapping[str, Stored], have: Machine, requantise: Plan = AS_STORED
+    config: ModelConfig,
+    stored: Mapping[str, Stored],
+    have: Machine,
+    requantise: Plan = AS_STORED,
+    tts_cache_bytes: int = FLOAT,
 ) -> str | None:
     """A warning when a checkpoint and a short conversation do not fit, with what would; None when they do."""
-    needed = announce(config, stored, round(SHORT_SECONDS / config.frame_seconds), requantise=requantise).total
+    frames = round(SHORT_SECONDS / config.frame_seconds)
+    needed = announce(config, stored, frames, requantise=requantise, tts_cache_bytes=tts_cache_bytes).total
     if needed <= have.available:
         return None
     smaller = {bits: needed - saved for bits in PUBLISHED_BITS if (saved := _saved(config, stored, bits)) > 0}

@@ -405,23 +405,28 @@ def load(
     say: Callable[[str], None] = checkpoint.print_notice,
     compile: bool | None = None,
     speech_weights: Choice | None = None,
+    kv_cache: str = "f32",
 ) -> VoiceChat:
     """Open a checkpoint: a folder, a hub id (from the cache or fetched) or `tiny`, the packaged demonstration.
 
     `compile` fuses the kernels of a frame; None does on a GPU and not on a CPU, where it first costs seconds.
     `speech_weights` holds the speech networks' weights as `f32` or `q8` (8 bits); None decides by the machine's memory.
+    `kv_cache` holds the speech generator's keys and values, the largest thing that grows, as `f32` or `bf16`.
     `say` gets notices: the size of a download, too little memory. Raises CheckpointError, HubError and InputError.
     """
     check_choice(speech_weights)
+    cache_bytes = memory.tts_cache_bytes(kv_cache)
     folder = checkpoint.find(model, say)
     config = read_config(folder)
     tokenizer = Tokenizer(folder)
     parameters = checkpoint.load_parameters(folder, config, tokenizer)
     limit_buffer_cache()
-    requantise = memory.speech_plan(config, parameters.stored, speech_weights)
-    if (warning := memory.shortfall(config, parameters.stored, memory.machine(), requantise)) is not None:
+    requantise = memory.speech_plan(config, parameters.stored, speech_weights, cache_bytes)
+    warning = memory.shortfall(config, parameters.stored, memory.machine(), requantise, cache_bytes)
+    if warning is not None:
         say(warning)
     loaded = VoiceChat(str(model), config, tokenizer, parameters, say, requantise)
+    loaded.tts.cache_dtype = mx.bfloat16 if kv_cache == "bf16" else None
     on_gpu = mx.default_device().type == mx.gpu
     if (on_gpu if compile is None else compile) and not loaded.compile():
         say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")
