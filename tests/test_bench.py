@@ -245,7 +245,7 @@ def test_tables_of_an_interrupted_bench() -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["--frames", "3"], "--frames"),
+        (["--frames", "0"], "--frames"),
         (["--bandwidth", "0"], "--bandwidth"),
         (["--bandwidth", "nan"], "--bandwidth"),
         (["--speech-weights", "q7"], "q7"),

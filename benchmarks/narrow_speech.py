@@ -1,6 +1,7 @@
-"""What speech weights in 8 bits change: the same recordings answered with float32 and with 8-bit weights.
+"""What narrower speech weights or caches change: the same recordings answered with float32 and with the option.
 
-python benchmarks/speech_weights.py [MODEL ...]
+    python benchmarks/narrow_speech.py --speech-weights q8 [MODEL ...]
+    python benchmarks/narrow_speech.py --kv-cache bf16 [MODEL ...]
 
 Every recording of examples/questions.json, with 4 s of silence after it. Codes feed back, so after the first other one
 all that follow may differ: the last columns say how far another seed of the sampler moves the same float32 speech.
@@ -8,8 +9,8 @@ all that follow may differ: the last columns say how far another seed of the sam
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import librosa
@@ -25,13 +26,19 @@ EXTRA_SECONDS = 4.0
 COLUMNS = ("recording", "text equal", "codes equal", "first other frame", "log-mel", "seed: codes", "seed: log-mel")
 
 
-def main(models: list[str]) -> None:
+def main() -> None:
     """Print a table for each model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speech-weights", choices=["f32", "q8"], default="f32")
+    parser.add_argument("--kv-cache", choices=["f32", "bf16"], default="f32")
+    parser.add_argument("models", nargs="*", default=["tiny"])
+    options = vars(parser.parse_args())
+    models = options.pop("models")
     questions = [item["file"] for item in json.loads((EXAMPLES / "questions.json").read_text(encoding="utf-8"))]
     for name in models:
-        exact, packed = (mlx_voicechat.load(name, speech_weights=choice) for choice in ("f32", "q8"))
+        exact, packed = mlx_voicechat.load(name, speech_weights="f32"), mlx_voicechat.load(name, **options)
         rows = [(file, *compare(exact, packed, EXAMPLES / file)) for file in questions]
-        print(f"\n{name}: float32 against 8-bit speech weights\n")
+        print(f"\n{name}: float32 against {options}\n")
         print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
         for file, texts, codes, first, mel, other_codes, other_mel in rows:
             print(f"| {file} | {texts} | {codes:.1%} | {first} | {mel:.3f} | {other_codes:.1%} | {other_mel:.3f} |")
@@ -93,4 +100,4 @@ def log_mel(samples: np.ndarray, rate_hz: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["tiny"])
+    main()
