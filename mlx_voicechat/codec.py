@@ -13,8 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from .activations import gelu
 from .config import CODEC_MAGNITUDE_LIMIT, CODEC_NORM_EPS, CodecConfig
 from .errors import InputError
+from .linear import Linear, prepare_linears
 
 EXPANSION = 4  # NeMo ConvNeXtBlock: inner width of a block over its width
 
@@ -104,8 +106,8 @@ class Block(nn.Module):
         super().__init__()
         self.dwconv = nn.Conv1d(width, width, kernel, groups=width)
         self.norm = nn.LayerNorm(width, eps=CODEC_NORM_EPS)
-        self.pwconv1 = nn.Linear(width, EXPANSION * width)
-        self.pwconv2 = nn.Linear(EXPANSION * width, width)
+        self.pwconv1 = Linear(width, EXPANSION * width)
+        self.pwconv2 = Linear(EXPANSION * width, width)
 
     def prepare(self) -> list[mx.array]:
         # One vector per tap: compiled, the products, sums and bias are a single kernel.
@@ -126,7 +128,8 @@ class Block(nn.Module):
         y = self.dwconv.bias
         for k, tap in enumerate(self._taps):
             y = y + padded[:, k : k + rows] * tap
-        return x + self.pwconv2(nn.gelu(self.pwconv1(self.norm(y)))), padded[:, rows:]
+        y = self.norm(y.reshape(-1, y.shape[-1]))
+        return x + self.pwconv2(gelu(self.pwconv1(y))).reshape(x.shape), padded[:, rows:]
 
 
 class Upsample(nn.Module):
@@ -140,14 +143,14 @@ class Upsample(nn.Module):
         # The weight becomes a view of the matrix, so that the tensor is in memory once.
         width_out, rate, width_in = self.weight.shape
         by_row = mx.contiguous(self.weight.astype(mx.float32).transpose(1, 0, 2))
-        self._matrix = by_row.reshape(rate * width_out, width_in)
+        self._matrix = by_row.reshape(rate * width_out, width_in).T
         self.weight = by_row.transpose(1, 0, 2)
         return [self._matrix, self.weight]
 
     def __call__(self, x: mx.array) -> mx.array:
-        batch, rows, _ = x.shape
+        batch, rows, width_in = x.shape
         width_out, rate, _ = self.weight.shape
-        return (x @ self._matrix.T).reshape(batch, rows * rate, width_out)
+        return (x.reshape(-1, width_in) @ self._matrix).reshape(batch, rows * rate, width_out)
 
 
 class Downsample(nn.Module):
@@ -169,7 +172,7 @@ class Encoder(nn.Module):
     def __init__(self, config: CodecConfig) -> None:
         super().__init__()
         widths = [config.base_channels * m for m in config.channel_multipliers]
-        self.layers: list[nn.Module] = [nn.Linear(2 * config.bins, widths[0], bias=False)]
+        self.layers: list[nn.Module] = [Linear(2 * config.bins, widths[0], bias=False)]
         for width, following, rate in zip(
             widths, [*widths[1:], config.latent_dim], config.downsample_rates, strict=True
         ):
@@ -193,7 +196,7 @@ class Decoder(nn.Module):
         for before, width, rate in zip([config.latent_dim, *widths[:-1]], widths, rates, strict=True):
             self.layers.append(Upsample(before, width, rate))
             self.layers += [Block(width, config.block_kernel_size) for _ in range(config.blocks_per_stage)]
-        self.layers.append(nn.Linear(widths[-1], 2 * config.bins, bias=False))
+        self.layers.append(Linear(widths[-1], 2 * config.bins, bias=False))
 
     def no_past(self, batch: int) -> tuple[mx.array, ...]:
         return tuple(layer.no_past(batch) for layer in self.layers if isinstance(layer, Block))
@@ -253,6 +256,7 @@ class Codec(nn.Module):
 
     def prepare(self) -> None:
         """Build what is derived from weights and config; call once, after the weights are loaded."""
+        prepare_linears(self)
         self._fourier = Fourier(self.config)
         built = [*self._fourier.arrays, *self.prvq.prepare()]
         for module in self.modules():

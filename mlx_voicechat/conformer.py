@@ -12,7 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from .activations import relu, silu
 from .config import ENCODER_NORM_EPS, ENCODER_POSITION_BASE, EncoderConfig, MelConfig
+from .linear import Linear, add_product, prepare_linears
 from .mel import LogMel
 
 # NeMo ConvSubsampling, dw_striding: every stage is a 3x3 convolution of stride 2. CausalConv2D pads both
@@ -65,8 +67,8 @@ class PreEncode(nn.Module):
         self.channels, self.stages = config.subsampling_channels, int(math.log2(config.subsampling_factor))
         self.conv: list[nn.Module] = [StridedConv(1, self.channels), nn.ReLU()]
         for _ in range(self.stages - 1):
-            self.conv += [StridedConv(1, self.channels), nn.Linear(self.channels, self.channels), nn.ReLU()]
-        self.out = nn.Linear(self.channels * config.subsampled_features, config.d_model)
+            self.conv += [StridedConv(1, self.channels), Linear(self.channels, self.channels), nn.ReLU()]
+        self.out = Linear(self.channels * config.subsampled_features, config.d_model)
 
     def prepare(self) -> None:
         self._ramp = mx.arange(self.factor)
@@ -107,9 +109,9 @@ class PreEncode(nn.Module):
 
     def _stage(self, stage: int, x: mx.array, before: int, after: int) -> mx.array:
         if stage == 0:
-            return nn.relu(self.conv[0](x, before, after))
+            return relu(self.conv[0](x, before, after))
         depthwise, pointwise = self.conv[3 * stage - 1], self.conv[3 * stage]
-        return nn.relu(pointwise(depthwise(x, before, after)))
+        return relu(pointwise(depthwise(x, before, after)))
 
     def _flatten(self, x: mx.array) -> mx.array:
         """(B, T, frequency, channels) -> (B, T, D), channel-major."""
@@ -117,16 +119,16 @@ class PreEncode(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """(B, T, D) -> (B, T, D)"""
+    """x (..., D) and a normed x -> x + linear2(silu(linear1(normed))) / 2"""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         inner = config.d_model * config.ff_expansion_factor
-        self.linear1 = nn.Linear(config.d_model, inner, bias=False)
-        self.linear2 = nn.Linear(inner, config.d_model, bias=False)
+        self.linear1 = Linear(config.d_model, inner, bias=False)
+        self.linear2 = Linear(inner, config.d_model, bias=False)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.linear2(nn.silu(self.linear1(x)))
+    def __call__(self, x: mx.array, normed: mx.array) -> mx.array:
+        return add_product(x, self.linear2, silu(self.linear1(normed)), 0.5)
 
 
 class RelativeAttention(nn.Module):
@@ -139,9 +141,9 @@ class RelativeAttention(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.heads, self.head_dim, self.scale = config.n_heads, config.head_dim, config.head_dim**-0.5
-        self.linear_qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
-        self.linear_pos = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.linear_out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.linear_qkv = Linear(config.d_model, 3 * config.d_model, bias=False)
+        self.linear_pos = Linear(config.d_model, config.d_model, bias=False)
+        self.linear_out = Linear(config.d_model, config.d_model, bias=False)
         self.pos_bias_u = mx.zeros((self.heads, self.head_dim))
         self.pos_bias_v = mx.zeros((self.heads, self.head_dim))
 
@@ -150,24 +152,37 @@ class RelativeAttention(nn.Module):
         u, v = self.pos_bias_u.astype(mx.float32), self.pos_bias_v.astype(mx.float32)
         positions = self.linear_pos(table).astype(mx.float32) * self.scale
         self._positions = mx.contiguous(positions.reshape(-1, self.heads, self.head_dim).transpose(1, 2, 0))
-        self._content_bias = u.reshape(-1)
+        self._content_bias = mx.pad(u.reshape(1, -1), [(0, 0), (0, 2 * u.size)])  # (1, 3 D): to the queries alone
         mx.eval(self._positions, self._content_bias)
         return (v - u)[:, None] @ self._positions
 
     def __call__(self, x: mx.array, keys_values: mx.array, bias: mx.array) -> tuple[mx.array, mx.array]:
-        """x (B, n, D), past (B, L, 2 D), bias (B, heads, n, L + 1) -> (B, n, D), past.
+        """x (B n, D), past (B, L, 2 D), bias (B, heads, n, L + 1) -> (B n, D), past."""
+        mixed, keys_values = self.mix(x, keys_values, bias)
+        return self.linear_out(mixed), keys_values
+
+    def mix(self, x: mx.array, keys_values: mx.array, bias: mx.array) -> tuple[mx.array, mx.array]:
+        """A call without the last projection.
 
         The bias of query i and window slot r belongs to slot i + r of the L + n keys: -inf where none was seen.
         """
-        batch, steps, width = x.shape
-        qkv = self.linear_qkv(x)
-        joint = mx.concatenate([keys_values, qkv[..., width:]], axis=1)
-        keys, values = joint.reshape(batch, -1, 2, self.heads, self.head_dim).transpose(2, 0, 3, 1, 4)
-        queries = qkv[..., :width] + self._content_bias
-        queries = queries.reshape(batch, steps, self.heads, self.head_dim).transpose(0, 2, 1, 3)
+        batch, heads, steps, _ = bias.shape
+        qkv = add_product(self._content_bias, self.linear_qkv, x)
+        queries, new = mx.split(qkv, [x.shape[-1]], axis=-1)
+        joint = mx.concatenate([keys_values, new.reshape(batch, steps, -1)], axis=1)
+        keys, values = mx.split(joint.reshape(batch, -1, 2 * heads, self.head_dim).swapaxes(1, 2), 2, axis=1)
+        queries = self._by_head(queries, batch, steps)
         mask = _skew(mx.addmm(bias, queries, self._positions))
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
-        return self.linear_out(out.transpose(0, 2, 1, 3).reshape(x.shape)), _kept(joint[:, steps:], steps)
+        if steps > 1:
+            out = out.swapaxes(1, 2)
+        return out.reshape(x.shape), _kept(joint[:, steps:], steps)
+
+    def _by_head(self, x: mx.array, batch: int, steps: int) -> mx.array:
+        """(B n, D) -> (B, heads, n, head_dim)"""
+        if steps == 1:
+            return x.reshape(batch, self.heads, 1, self.head_dim)
+        return x.reshape(batch, steps, self.heads, self.head_dim).swapaxes(1, 2)
 
 
 def _skew(bands: mx.array) -> mx.array:
@@ -187,31 +202,31 @@ class Convolution(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         width, self.kernel = config.d_model, config.conv_kernel_size
-        self.pointwise_conv1 = nn.Linear(width, 2 * width, bias=False)
+        self.pointwise_conv1 = Linear(width, 2 * width, bias=False)
         self.depthwise_conv = nn.Conv1d(width, width, self.kernel, groups=width, bias=False)
         self.batch_norm = nn.LayerNorm(width, eps=ENCODER_NORM_EPS)
-        self.pointwise_conv2 = nn.Linear(width, width, bias=False)
+        self.pointwise_conv2 = Linear(width, width, bias=False)
 
     def prepare(self) -> None:
         weight = self.depthwise_conv.weight.astype(mx.float32)  # (D, kernel, 1)
         self._weight, self._taps = weight, mx.contiguous(weight[:, ::-1, 0].T)
         mx.eval(self._weight, self._taps)
 
-    def __call__(self, x: mx.array, tail: mx.array) -> tuple[mx.array, mx.array]:
-        """x (B, n, D), tail (B, n + kernel - 1, D) -> (B, n, D), tail (B, kernel - 1, D).
+    def __call__(self, x: mx.array, normed: mx.array, tail: mx.array) -> tuple[mx.array, mx.array]:
+        """x and a normed x (B n, D), tail (B, n + kernel - 1, D) -> (B n, D), tail (B, kernel - 1, D).
 
         Overlap-add: each input adds to its own output and to the kernel - 1 after it, which wait in the tail.
         """
-        steps = x.shape[1]
-        value, gate = mx.split(self.pointwise_conv1(x), 2, axis=-1)
+        batch, steps, width = tail.shape[0], tail.shape[1] - self.kernel + 1, x.shape[-1]
+        value, gate = mx.split(self.pointwise_conv1(normed).reshape(batch, steps, -1), 2, axis=-1)
         if steps == 1:
             spread = value * self._taps * mx.sigmoid(gate)
         else:
             padding = self.kernel - 1
-            spread = mx.conv1d(value * mx.sigmoid(gate), self._weight, padding=padding, groups=x.shape[-1])
+            spread = mx.conv1d(value * mx.sigmoid(gate), self._weight, padding=padding, groups=width)
         sums = spread + tail
-        out = self.pointwise_conv2(nn.silu(self.batch_norm(sums[:, :steps])))
-        return out, sums[:, steps:]
+        mixed = silu(self.batch_norm(sums[:, :steps].reshape(x.shape)))
+        return add_product(x, self.pointwise_conv2, mixed), sums[:, steps:]
 
 
 class ConformerLayer(nn.Module):
@@ -229,13 +244,12 @@ class ConformerLayer(nn.Module):
     def __call__(
         self, x: mx.array, keys_values: mx.array, tail: mx.array, bias: mx.array
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """(B, n, D) and this block's state -> (B, n, D) and the state after it."""
-        x = x + 0.5 * self.feed_forward1(self.norm_feed_forward1(x))
-        attended, keys_values = self.self_attn(self.norm_self_att(x), keys_values, bias)
-        x = x + attended
-        convolved, tail = self.conv(self.norm_conv(x), tail)
-        x = x + convolved
-        x = x + 0.5 * self.feed_forward2(self.norm_feed_forward2(x))
+        """(B n, D) and this block's state -> (B n, D) and the state after it."""
+        x = self.feed_forward1(x, self.norm_feed_forward1(x))
+        mixed, keys_values = self.self_attn.mix(self.norm_self_att(x), keys_values, bias)
+        x = add_product(x, self.self_attn.linear_out, mixed)
+        x, tail = self.conv(x, self.norm_conv(x), tail)
+        x = self.feed_forward2(x, self.norm_feed_forward2(x))
         return self.norm_out(x), keys_values, tail
 
 
@@ -254,7 +268,7 @@ class ConformerEncoder(nn.Module):
         table = _sinusoids(self._config.left_frames, self._config.d_model)
         for layer in self.layers:
             layer.conv.prepare()
-        self._position_bias = mx.stack([layer.self_attn.prepare(table) for layer in self.layers])
+        self._position_bias = mx.concatenate([layer.self_attn.prepare(table) for layer in self.layers])
         self._slots = mx.arange(self._config.left_frames + 1)
         mx.eval(self._position_bias, self._slots)
 
@@ -277,18 +291,22 @@ class ConformerEncoder(nn.Module):
         return self._blocks(self.pre_encode.whole(mel), self.init_state(mel.shape[0]))[0]
 
     def _blocks(self, x: mx.array, state: EncoderState) -> tuple[mx.array, EncoderState]:
-        """(B, n, D) through all blocks. What they share is computed for all of them at once."""
-        steps, left = x.shape[1], self._config.left_frames
+        """(B, n, D) through all blocks, as rows (B n, D). What they share is computed for all of them at once."""
+        batch, steps, width = x.shape
+        left, layers = self._config.left_frames, len(self.layers)
         slots = self._slots if steps == 1 else self._slots + mx.arange(steps)[:, None]
-        known = slots >= left - state.seen[:, None, None, None, None]
-        bias = mx.where(known, self._position_bias, -math.inf)  # (B, N, heads, n, left + 1)
+        known = slots >= left - state.seen[:, None, None, None]
+        biases = mx.split(mx.where(known, self._position_bias, -math.inf), layers, axis=1)  # (B, heads, n, left + 1)
         tails = mx.pad(state.tails, [(0, 0), (0, 0), (0, steps), (0, 0)])
+        waiting = mx.split(tails.reshape(batch, -1, width), layers, axis=1)  # (B, n + kernel - 1, D)
         new_keys_values, new_tails = [], []
-        for i, layer in enumerate(self.layers):
-            x, keys_values, tail = layer(x, state.keys_values[i], tails[:, i], bias[:, i])
+        rows = x.reshape(-1, width)
+        for layer, past, tail, bias in zip(self.layers, state.keys_values, waiting, biases, strict=True):
+            rows, keys_values, tail = layer(rows, past, tail, bias)
             new_keys_values.append(keys_values)
             new_tails.append(tail)
-        return x, EncoderState(state.seen + steps, state.rows, tuple(new_keys_values), mx.stack(new_tails, axis=1))
+        tails = mx.concatenate(new_tails, axis=1).reshape(state.tails.shape)
+        return rows.reshape(x.shape), EncoderState(state.seen + steps, state.rows, tuple(new_keys_values), tails)
 
 
 def _sinusoids(left: int, width: int) -> mx.array:
@@ -305,7 +323,7 @@ class Perception(nn.Module):
         super().__init__()
         self._mel = LogMel(mel, encoder.subsampling_factor)
         self.encoder = ConformerEncoder(encoder)
-        self.proj = nn.Linear(encoder.d_model, encoder.output_dim)
+        self.proj = Linear(encoder.d_model, encoder.output_dim)
 
     @property
     def frame_samples(self) -> int:
@@ -313,6 +331,7 @@ class Perception(nn.Module):
 
     def prepare(self) -> None:
         """Build all constants; call once after the weights are loaded (and quantised)."""
+        prepare_linears(self)
         self._mel.prepare()
         self.encoder.prepare()
 

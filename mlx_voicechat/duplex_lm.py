@@ -13,8 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
+from .activations import relu, silu
 from .cache import BLOCK, KvCache
 from .config import LlmConfig
+from .linear import Linear, add_product, prepare_linears
 
 CHUNK = 64  # positions of one block of the scan; larger ones only add work in its square part
 
@@ -52,21 +54,20 @@ class MambaMixer(nn.Module):
         self._config = config
         inner, channels, heads = config.mamba_inner, config.conv_dim, config.mamba_num_heads
         bias = config.use_bias or config.mamba_proj_bias
-        self.in_proj = nn.Linear(config.hidden_size, inner + channels + heads, bias=bias)
+        self.in_proj = Linear(config.hidden_size, inner + channels + heads, bias=bias)
         self.conv1d = nn.Conv1d(channels, channels, config.conv_kernel, groups=channels, bias=config.use_conv_bias)
         self.dt_bias = mx.zeros((heads,))
         self.A_log = mx.zeros((heads,))
         self.D = mx.zeros((heads,))
         self.norm = nn.RMSNorm(inner, config.norm_eps)
-        self.out_proj = nn.Linear(inner, config.hidden_size, bias=bias)
+        self.out_proj = Linear(inner, config.hidden_size, bias=bias)
 
     def prepare(self) -> None:
         """Build the float32 constants that no step should compute again."""
-        grouped = (self._config.n_groups, -1)
+        grouped, head = (self._config.n_groups, -1), self._config.mamba_head_dim
         wide = [a.astype(mx.float32) for a in (self.A_log, self.dt_bias, self.D, self.norm.weight, self.conv1d.weight)]
-        self._rate = -mx.exp(wide[0].reshape(grouped))
-        self._dt_bias = wide[1].reshape(grouped)
-        self._skip = wide[2].reshape(*grouped, 1)
+        self._rate, self._dt_bias = -mx.exp(wide[0]), wide[1]
+        self._skip = mx.repeat(wide[2], head).reshape(grouped)
         self._gain = wide[3].reshape(grouped)
         self._taps = [mx.contiguous(wide[4][:, tap, 0]) for tap in range(wide[4].shape[1])]
         bias = self.conv1d.bias if "bias" in self.conv1d else mx.zeros(wide[4].shape[:1])
@@ -79,30 +80,30 @@ class MambaMixer(nn.Module):
         return MambaState(conv, mx.zeros((batch, c.mamba_num_heads, c.mamba_head_dim, c.ssm_state_size)))
 
     def step(self, x: mx.array, state: MambaState) -> tuple[mx.array, MambaState]:
-        """x (B, T, H) -> (B, T, H) and the state after the last position."""
+        """x (B, T, H) or, as rows, (B T, H) -> the same shape, and the state after the last position."""
+        mixed, state = self.mix(x, state)
+        return self.out_proj(mixed), state
+
+    def mix(self, x: mx.array, state: MambaState) -> tuple[mx.array, MambaState]:
+        """A step without its last projection."""
         c = self._config
-        batch, length = x.shape[:2]
-        inner, groups, size = c.mamba_inner, c.n_groups, c.ssm_state_size
-        gate, channels, dt = mx.split(self.in_proj(x), [inner, inner + c.conv_dim], axis=-1)
+        batch, inner, size = state.ssm.shape[0], c.mamba_inner, c.n_groups * c.ssm_state_size
+        projected = self.in_proj(x).reshape(batch, -1, inner + c.conv_dim + c.mamba_num_heads)
+        gate, channels, dt = mx.split(projected, [inner, inner + c.conv_dim], axis=-1)
         window, conv = _window(state.conv, channels)
         mixed = self._conv_bias
         for tap, rows in zip(self._taps, window, strict=True):
             mixed = mixed + tap * rows
-        mixed = mixed * mx.sigmoid(mixed)
-        value, key, query = mx.split(mixed, [inner, inner + groups * size], axis=-1)
-        value = value.reshape(batch, length, groups, -1, c.mamba_head_dim)
-        key, query = (a.reshape(batch, length, groups, size) for a in (key, query))
-        dt, log_decay = self._time_steps(dt.reshape(batch, length, groups, -1))
-        scan = _scan_one if length == 1 else _scan_many
-        read, ssm = scan(value, key, query, dt, log_decay, state.ssm.reshape(batch, groups, -1, *state.ssm.shape[2:]))
-        gate = gate.astype(mx.float32).reshape(read.shape)
-        out = (read + self._skip * value) * (gate * mx.sigmoid(gate))
-        out = mx.fast.rms_norm(out.reshape(batch, length, groups, -1), None, c.norm_eps) * self._gain
-        out = out.reshape(batch, length, inner).astype(x.dtype)
-        return self.out_proj(out), MambaState(conv, ssm.reshape(state.ssm.shape))
+        value, key, query = mx.split(silu(mixed), [inner, inner + size], axis=-1)
+        scan = _scan_one if channels.shape[1] == 1 else _scan_many
+        read, ssm = scan(value, key, query, *self._time_steps(dt), state.ssm, c.n_groups)
+        gate, value = gate.astype(mx.float32).reshape(read.shape), value.reshape(read.shape)
+        out = (read + self._skip * value) * silu(gate)
+        out = mx.fast.rms_norm(out, None, c.norm_eps) * self._gain
+        return out.reshape(*x.shape[:-1], inner).astype(x.dtype), MambaState(conv, ssm)
 
     def _time_steps(self, dt: mx.array) -> tuple[mx.array, mx.array]:
-        """dt (B, T, G, R) as projected -> the steps, positive and within the limit, and the logarithm of the decay."""
+        """dt (B, T, heads) as projected -> the steps, positive and within the limit, and the logarithm of the decay."""
         dt = mx.logaddexp(dt.astype(mx.float32) + self._dt_bias, 0.0)
         low, high = self._config.time_step_limit or (0.0, math.inf)
         if low > 0:
@@ -125,28 +126,35 @@ def _window(past: tuple[mx.array, ...], channels: mx.array) -> tuple[list[mx.arr
 
 
 def _scan_one(
-    value: mx.array, key: mx.array, query: mx.array, dt: mx.array, log_decay: mx.array, ssm: mx.array
+    value: mx.array, key: mx.array, query: mx.array, dt: mx.array, log_decay: mx.array, ssm: mx.array, groups: int
 ) -> tuple[mx.array, mx.array]:
     """One position of the recurrence `s = exp(log_decay) s + dt value key`; shapes as in `_scan_many`, T = 1."""
-    batch, _, groups, heads, width = value.shape
+    batch, heads, width, size = ssm.shape
+    by_group, one = (batch, groups, heads // groups), (batch, groups, 1, 1)
     # Both from one kernel. The views that follow stop mx.compile from fusing it into the update, where each of a
     # head's N x P elements would repeat the exponentials.
-    both = mx.where(mx.array([True, False]).reshape(2, 1, 1, 1, 1), mx.exp(log_decay), dt)
-    decay, dt = both[0, :, 0, :, :, None, None], both[1, :, 0, :, :, None, None]
-    ssm = decay * ssm + (dt * value.squeeze(1)[..., None]) * key.squeeze(1)[:, :, None, None]
-    read = ssm.reshape(batch, groups, heads * width, -1) @ query.squeeze(1)[..., None]
-    return read.reshape(value.shape), ssm
+    both = mx.where(mx.array([[[[True]]], [[[False]]]]), mx.exp(log_decay), dt)
+    decay, dt = (part.reshape(*by_group, 1, 1) for part in mx.split(both, 2))
+    new = decay * ssm.reshape(*by_group, width, size)
+    new = new + dt * value.reshape(*by_group, width, 1) * key.reshape(*one, size)
+    read = new.reshape(batch, groups, -1, size) @ query.reshape(batch, groups, size, 1)
+    return read.reshape(batch, 1, groups, -1), new.reshape(ssm.shape)
 
 
 def _scan_many(
-    value: mx.array, key: mx.array, query: mx.array, dt: mx.array, log_decay: mx.array, ssm: mx.array
+    value: mx.array, key: mx.array, query: mx.array, dt: mx.array, log_decay: mx.array, ssm: mx.array, groups: int
 ) -> tuple[mx.array, mx.array]:
-    """value (B, T, G, R, P), key and query (B, T, G, N), dt and log_decay (B, T, G, R), ssm (B, G, R, P, N)
-    -> what the queries read (B, T, G, R, P), state; equal to `_scan_one` position by position.
+    """value (B, T, heads P), key and query (B, T, G N), dt and log_decay (B, T, heads), ssm (B, heads, P, N)
+    -> what the queries read (B, T, G, R P), state; equal to `_scan_one` position by position.
 
     Mamba-2's state space duality: matrix products inside K chunks of L positions, the recurrence only across chunks.
     """
-    batch, total, groups, heads, width = value.shape
+    (batch, total, _), (_, _, width, size) = value.shape, ssm.shape
+    value = value.reshape(batch, total, groups, -1, width)
+    key, query = (a.reshape(batch, total, groups, size) for a in (key, query))
+    dt, log_decay = (a.reshape(batch, total, groups, -1) for a in (dt, log_decay))
+    heads = value.shape[3]
+    ssm = ssm.reshape(batch, groups, heads, width, size)
     count = -(-total // CHUNK)
     length = -(-total // count)
 
@@ -171,7 +179,8 @@ def _scan_many(
     old = mx.stack(states[:-1], axis=1).reshape(batch, count, groups, heads * width, -1)
     old = (query @ old.swapaxes(-1, -2)).reshape(batch, count, groups, length, heads, width)
     reads = (reads + since * old.swapaxes(3, 4)).transpose(0, 1, 4, 2, 3, 5)  # (B, K, L, G, R, P)
-    return reads.reshape(batch, count * length, groups, heads, width)[:, :total], states[-1]
+    reads = reads.reshape(batch, count * length, groups, heads * width)[:, :total]
+    return reads, states[-1].reshape(batch, -1, width, size)
 
 
 class Attention(nn.Module):
@@ -182,15 +191,20 @@ class Attention(nn.Module):
         self._head_dim = config.head_dim
         hidden, bias = config.hidden_size, config.attention_bias
         queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(hidden, queries, bias=bias)
-        self.k_proj = nn.Linear(hidden, keys, bias=bias)
-        self.v_proj = nn.Linear(hidden, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, hidden, bias=bias)
+        self.q_proj = Linear(hidden, queries, bias=bias)
+        self.k_proj = Linear(hidden, keys, bias=bias)
+        self.v_proj = Linear(hidden, keys, bias=bias)
+        self.o_proj = Linear(queries, hidden, bias=bias)
 
-    def project(self, x: mx.array) -> tuple[mx.array, ...]:
-        """x (B, T, H) -> queries, keys, values, each (B, heads, T, head_dim)."""
-        shape = (*x.shape[:2], -1, self._head_dim)
-        return tuple(proj(x).reshape(shape).swapaxes(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+    def project(self, x: mx.array, batch: int) -> tuple[mx.array, ...]:
+        """x (B T, H) -> queries, keys, values, each (B, heads, T, head_dim)."""
+        steps = x.shape[0] // batch
+        return tuple(self._by_head(proj(x), batch, steps) for proj in (self.q_proj, self.k_proj, self.v_proj))
+
+    def _by_head(self, x: mx.array, batch: int, steps: int) -> mx.array:
+        if steps == 1:
+            return x.reshape(batch, -1, 1, self._head_dim)
+        return x.reshape(batch, steps, -1, self._head_dim).swapaxes(1, 2)
 
     def attend(self, projected: tuple[mx.array, ...], cache: KvCache) -> mx.array:
         """What `project` gave -> (B, heads, T, head_dim); the only part of the stack whose shapes grow with time."""
@@ -199,10 +213,11 @@ class Attention(nn.Module):
         scale = self._head_dim**-0.5
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
-    def output(self, attended: mx.array) -> mx.array:
-        """(B, heads, T, head_dim) -> (B, T, H)."""
-        batch, _, length, _ = attended.shape
-        return self.o_proj(attended.swapaxes(1, 2).reshape(batch, length, -1))
+    def output(self, x: mx.array, attended: mx.array) -> mx.array:
+        """The residual x (B T, H) and (B, heads, T, head_dim) -> (B T, H)."""
+        if attended.shape[2] > 1:
+            attended = attended.swapaxes(1, 2)
+        return add_product(x, self.o_proj, attended.reshape(x.shape[0], -1))
 
 
 class Mlp(nn.Module):
@@ -210,11 +225,12 @@ class Mlp(nn.Module):
 
     def __init__(self, config: LlmConfig) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(mx.square(mx.maximum(self.up_proj(x), 0)))
+    def __call__(self, x: mx.array, normed: mx.array) -> mx.array:
+        """The residual x and normed x (B T, H) -> (B T, H)"""
+        return add_product(x, self.down_proj, mx.square(relu(self.up_proj(normed))))
 
 
 MIXERS: dict[str, Callable[[LlmConfig], Any]] = {"M": MambaMixer, "*": Attention, "-": Mlp}
@@ -245,20 +261,22 @@ def make_segment(before: Block | None, blocks: Sequence[Block], after: Block | N
     def run(
         x: mx.array, attended: tuple[mx.array, ...], states: Sequence[MambaState]
     ) -> tuple[mx.array, tuple[mx.array, ...], list[MambaState]]:
+        shape = x.shape
+        x = x.reshape(-1, shape[-1])  # rows of all positions: a matrix product of two axes needs no views
         if before is not None:
-            x = x + before.mixer.output(*attended)
+            x = before.mixer.output(x, *attended)
         old, new = iter(states), []
         for block in blocks:
-            y = block.norm(x)
+            normed = block.norm(x)
             if isinstance(block.mixer, MambaMixer):
-                y, state = block.mixer.step(y, MambaState(*next(old)))
+                mixed, state = block.mixer.mix(normed, MambaState(*next(old)))
+                x = add_product(x, block.mixer.out_proj, mixed)
                 new.append(state)
             else:
-                y = block.mixer(y)
-            x = x + y
+                x = block.mixer(x, normed)
         if after is None:
-            return norm_f(x), (), new
-        return x, after.mixer.project(after.norm(x)), new
+            return norm_f(x).reshape(shape), (), new
+        return x.reshape(shape), after.mixer.project(after.norm(x), shape[0]), new
 
     return run
 
@@ -337,8 +355,8 @@ class DuplexLm(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.llm = NemotronH(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.function_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.function_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self._weights = (text_weight, user_weight, function_weight)
         self._boosts = {token: boost for token, boost in (boosts or {}).items() if boost}
         self._boost: mx.array | None = None
@@ -348,6 +366,7 @@ class DuplexLm(nn.Module):
 
     def prepare(self) -> None:
         """Build constants and segments; call it after loading and quantising."""
+        prepare_linears(self)
         self.llm.prepare()
         if self._boosts:
             boost = mx.zeros((self._vocab_size,))

@@ -21,6 +21,7 @@ from .config import (
     ROPE_BASE_LOCAL,
     TtsConfig,
 )
+from .linear import Linear, prepare_linears
 from .mog import Codebooks, CodeGenerator, GatedMlp, MogHead, sampling_controls
 from .subword import SubwordEncoder
 
@@ -61,55 +62,57 @@ class Attention(nn.Module):
             config.head_dim,
         )
         stacked = (self._heads + 2 * self._kv_heads) * self._head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, stacked, bias=False)
-        self.o_proj = nn.Linear(self._heads * self._head_dim, config.hidden_size, bias=False)
+        self.qkv_proj = Linear(config.hidden_size, stacked, bias=False)
+        self.o_proj = Linear(self._heads * self._head_dim, config.hidden_size, bias=False)
         self.q_norm = nn.RMSNorm(self._head_dim, RMS_EPS)
         self.k_norm = nn.RMSNorm(self._head_dim, RMS_EPS)
 
     def prepare(self) -> None:
-        """Norm weights of all query and key heads as one (heads, 2, head_dim / 2), the query scale in them."""
+        """Norm weights of all query and key heads as one (heads, 1, head_dim / 2) per half, the query scale in them."""
         queries = mx.broadcast_to(self.q_norm.weight * GEMMA_QUERY_SCALE, (self._heads, self._head_dim))
         keys = mx.broadcast_to(self.k_norm.weight, (self._kv_heads, self._head_dim))
-        self._gain = mx.concatenate([queries, keys]).reshape(-1, 2, self._head_dim // 2)
-        mx.eval(self._gain)
+        gain = mx.concatenate([queries, keys]).reshape(-1, 2, self._head_dim // 2)
+        self._gains = [mx.contiguous(half) for half in mx.split(gain, 2, axis=1)]
+        mx.eval(self._gains)
 
     def project(self, x: mx.array, rotation: Rotation) -> Projected:
-        """x (rows, T, W) -> queries, keys, values (rows, heads, T, head_dim).
+        """x (rows T, W), T as in the rotation -> queries, keys, values (rows, heads, T, head_dim).
 
         Half-split rotary positions written as `first * near + second * far`, so that gain and rotation are one kernel.
         """
-        rows, steps, _ = x.shape
-        qkv = self.qkv_proj(x).reshape(rows, steps, -1, self._head_dim)
-        turning = self._heads + self._kv_heads
-        normed = mx.fast.rms_norm(qkv, None, RMS_EPS)[:, :, :turning].reshape(rows, steps, turning, 2, -1)
-        near, far = rotation
-        first, second = normed[..., :1, :], normed[..., 1:, :]
-        turned = first * (self._gain[:, :1] * near) + second * (self._gain[:, 1:] * far)
-        turned = turned.reshape(rows, steps, turning, self._head_dim)
-        parts = turned[:, :, : self._heads], turned[:, :, self._heads :], qkv[:, :, turning:]
-        if steps == 1:  # a reshape keeps the strides plain; a transpose would make matrix products copy
-            queries, keys, values = (part.reshape(rows, -1, 1, self._head_dim) for part in parts)
-        else:
-            queries, keys, values = (part.swapaxes(1, 2) for part in parts)
-        return queries, keys, values
+        (near, far), (first_gain, second_gain) = rotation, self._gains
+        steps, heads, turning, size = near.shape[1], self._heads, self._heads + self._kv_heads, self._head_dim
+        qkv = self.qkv_proj(x).reshape(-1, steps, turning + self._kv_heads, size)
+        normed = mx.fast.rms_norm(qkv, None, RMS_EPS)[:, :, :turning]
+        first, second = mx.split(normed.reshape(-1, steps, turning, 2, size // 2), 2, axis=-2)
+        turned = first * (first_gain * near) + second * (second_gain * far)
+        queries, keys = mx.split(turned, [heads], axis=2)
+        return _by_head(queries, steps, size), _by_head(keys, steps, size), _by_head(qkv[:, :, turning:], steps, size)
+
+
+def _by_head(x: mx.array, steps: int, head_dim: int) -> mx.array:
+    """(rows, T, heads, ...) -> (rows, heads, T, head_dim)"""
+    rows, _, heads = x.shape[:3]
+    if steps == 1:  # a reshape keeps the strides plain; a transpose would make matrix products copy
+        return x.reshape(rows, heads, 1, head_dim)
+    return x.reshape(rows, steps, heads, head_dim).swapaxes(1, 2)
 
 
 def attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> mx.array:
-    """Queries (rows, heads, T, head_dim) over the cache -> (rows, T, heads * head_dim); the scale is in the queries.
+    """Queries (rows, heads, T, head_dim) over the cache -> (rows T, heads * head_dim); the scale is in the queries.
 
     Products with a narrower cache are in its type, so that no frame widens it; the softmax is in float32.
-
     One frame takes three plain kernels: the released head size (72) has no fused one, and its fallback takes four.
     """
     rows, heads, steps, head_dim = queries.shape
     if steps > 1:
         queries = queries.astype(keys.dtype)
         mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask).astype(mx.float32)
-        return mixed.swapaxes(1, 2).reshape(rows, steps, heads * head_dim)
+        return mixed.swapaxes(1, 2).reshape(rows * steps, heads * head_dim)
     grouped = queries.reshape(rows, keys.shape[1], -1, head_dim)
     scores = (grouped.astype(keys.dtype) @ keys.swapaxes(-1, -2)).astype(queries.dtype)
     weights = mx.softmax(scores, axis=-1).astype(values.dtype)
-    return (weights @ values).astype(queries.dtype).reshape(rows, 1, heads * head_dim)
+    return (weights @ values).astype(queries.dtype).reshape(rows, heads * head_dim)
 
 
 class Block(nn.Module):
@@ -125,11 +128,11 @@ class Block(nn.Module):
         self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, RMS_EPS)
 
     def start(self, x: mx.array, rotation: Rotation) -> Projected:
-        """x (rows, T, W) -> queries, keys, values."""
+        """x (rows T, W) -> queries, keys, values."""
         return self.self_attn.project(self.input_layernorm(x), rotation)
 
     def finish(self, x: mx.array, attended: mx.array) -> mx.array:
-        """x (rows, T, W), attended (rows, T, heads * head_dim) -> (rows, T, W)."""
+        """x (rows T, W), attended (rows T, heads * head_dim) -> (rows T, W)."""
         x = x + self.post_attention_layernorm(self.self_attn.o_proj(attended))
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
@@ -172,14 +175,14 @@ class Backbone(nn.Module):
 
     def __call__(self, x: mx.array, caches: Sequence[KvCache]) -> mx.array:
         """Embeddings (rows, T, W) that follow what `caches` hold -> hidden states (rows, T, W); writes the caches."""
-        steps = x.shape[1]
+        shape, steps, start = x.shape, x.shape[1], caches[0].offset
         first, *between, last = self._pieces if steps == 1 else self._plain
-        start = mx.array(caches[0].offset)
-        positions = start[None] if steps == 1 else start + mx.arange(steps)
+        positions = mx.array([start]) if steps == 1 else mx.arange(start, start + steps)
+        x = x.reshape(-1, shape[-1])  # rows of all frames: a matrix product of two axes needs no views
         rotations, projected = first(x, positions)
         for i, (cache, piece) in enumerate(zip(caches[:-1], between, strict=True), start=1):
             x, projected = piece(x, self._attend(projected, cache), rotations[self.is_global(i)])
-        return last(x, self._attend(projected, caches[-1]))
+        return last(x, self._attend(projected, caches[-1])).reshape(shape)
 
     @staticmethod
     def _attend(projected: Projected, cache: KvCache) -> mx.array:
@@ -211,8 +214,8 @@ class GatedFusion(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.audio_proj = nn.Linear(width, width)
-        self.text_proj = nn.Linear(width, width)
+        self.audio_proj = Linear(width, width)
+        self.text_proj = nn.Linear(width, width)  # makes the table of text shares, no part of a frame
         self.gate = mx.zeros((width,))
         self.residual_scale = mx.zeros(())
         self.final_norm = nn.RMSNorm(width, RMS_EPS)
@@ -239,7 +242,7 @@ class EarTts(nn.Module):
         width, self._config = config.hidden_size, config
         self.backbone = Backbone(config)
         self.rvq_embs = mx.zeros((config.num_quantizers, config.codebook_size, config.latent_size))
-        self.embed_code = nn.Linear(config.latent_size, width, bias=False)
+        self.embed_code = Linear(config.latent_size, width, bias=False)
         self.gated_fusion_audio_text = GatedFusion(width)
         self.bos_emb = mx.zeros((width,))
         self.null_emb = mx.zeros((width,))
@@ -261,6 +264,7 @@ class EarTts(nn.Module):
         gets what builds the table (V, W) of text shares and returns that table (`text_table.kept`).
         """
         fusion = self.gated_fusion_audio_text
+        prepare_linears(self)
         self.backbone.prepare()
         fusion.prepare()
         self._pad_id, self._eos_id = pad_id, eos_id

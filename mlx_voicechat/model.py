@@ -169,8 +169,10 @@ class VoiceChat:
         self.language, self.speech = networks.stt_model, networks.tts_model
         self.perception, self.tts, self.codec = self.language.perception, self.speech.tts_model, self.speech.audio_codec
         self.rnnt = GreedyDecoder(self.language.rnnt_decoder, self.language.rnnt_joint, config.rnnt)
+        folder = parameters.folder
+        parameters.clear()  # the networks hold the tensors now, and let go of those that `prepare` lays out anew
         self._openings: OrderedDict[Hashable, State] = OrderedDict()
-        self._prepare(parameters.folder, say)
+        self._prepare(folder, say)
 
     def _prepare(self, folder: Path, say: Callable[[str], None]) -> None:
         config, silence = self.config, self.speech.codec_silence_tokens

@@ -7,21 +7,15 @@ C mixture components of rank R.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from .activations import gated_gelu
 from .config import RMS_EPS, TtsConfig
+from .linear import Linear
 
 GUMBEL_GUARD = 1e-8  # NeMo MoGHead: added inside both logarithms
-
-
-@partial(mx.compile, shapeless=True)
-def gated_gelu(gate: mx.array, up: mx.array) -> mx.array:
-    """`gelu_tanh(gate) * up`, elementwise, as one kernel."""
-    cubic = gate + 0.044715 * gate * gate * gate
-    return 0.5 * gate * (1 + mx.tanh(math.sqrt(2 / math.pi) * cubic)) * up
 
 
 class GatedMlp(nn.Module):
@@ -29,8 +23,8 @@ class GatedMlp(nn.Module):
 
     def __init__(self, width: int, intermediate: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(width, 2 * intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, width, bias=False)
+        self.gate_up_proj = Linear(width, 2 * intermediate, bias=False)
+        self.down_proj = Linear(intermediate, width, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.down_proj(gated_gelu(*mx.split(self.gate_up_proj(x), 2, axis=-1)))
@@ -91,10 +85,10 @@ class MogHead(nn.Module):
         mog, width, latent = config.mog, config.hidden_size, config.latent_size
         layers = [MogLayer(width, mog.intermediate_size) for _ in range(mog.num_layers)]
         self.mlp_stack = [*layers, nn.RMSNorm(width, RMS_EPS)]
-        self.proj_logits = nn.Linear(width, mog.num_predictions, bias=False)
+        self.proj_logits = Linear(width, mog.num_predictions, bias=False)
         self.proj_mus = nn.Linear(width, mog.num_predictions * mog.low_rank, bias=False)
-        self.proj_logs = nn.Linear(width, 1, bias=False)
-        self.proj_else = nn.Linear(width, latent, bias=False)
+        self.proj_logs = Linear(width, 1, bias=False)
+        self.proj_else = Linear(width, latent, bias=False)
         self.low_mat = mx.zeros((mog.num_predictions, latent, mog.low_rank))
         self._min_log_std = mog.min_log_std
         self._rank = mog.low_rank
@@ -151,7 +145,7 @@ def guided(x: mx.array, controls: mx.array) -> mx.array:
     batch = controls.shape[0]
     if x.shape[0] == batch:
         return x
-    conditioned, free = x[:batch], x[batch:]
+    conditioned, free = mx.split(x, 2)
     return conditioned + controls[:, :1] * (conditioned - free)
 
 
@@ -164,9 +158,10 @@ class Codebooks:
         self._size = rvq_embs.shape[1]
         # A split shares the memory of the whole, an integer index would copy it.
         self.books = [book.squeeze(0).astype(mx.float32) for book in mx.split(rvq_embs, count)]
-        self.norms = [mx.sum(book * book, axis=-1) for book in self.books]
+        self.columns = [book.T for book in self.books]
+        self.norms = [mx.sum(book * book, axis=-1)[None] for book in self.books]
         self.slots = [mx.arange(count) == q for q in range(count)]
-        mx.eval(self.books, self.norms, self.slots)
+        mx.eval(self.books, self.columns, self.norms, self.slots)
 
     def embed(self, codes: mx.array) -> mx.array:
         """Codes (..., Q) -> the sum of their rows (..., Z); a code of K or above adds nothing."""
@@ -175,16 +170,16 @@ class Codebooks:
         return mx.sum(mx.where(known[..., None], self._flat[rows].astype(mx.float32), 0), axis=-2)
 
     def nearest(self, q: int, residual: mx.array) -> tuple[mx.array, mx.array]:
-        """The row of codebook q nearest to `residual` (B, Z): its code (B,) and itself (B, Z)."""
-        distance = mx.addmm(self.norms[q], residual, self.books[q].T, alpha=-2.0)
-        code = mx.argmin(distance, axis=-1)
-        return code, mx.take(self.books[q], code, axis=0)
+        """The row of codebook q nearest to `residual` (B, Z): its code (B, 1) and itself (B, Z)."""
+        distance = mx.addmm(self.norms[q], residual, self.columns[q], alpha=-2.0)
+        code = mx.argmin(distance, axis=-1, keepdims=True)
+        return code, mx.take_along_axis(self.books[q], code, axis=0)
 
     def as_row(self, codes: list[mx.array]) -> mx.array:
-        """Q codes (B,) -> (B, Q). Selects fuse into a few kernels; a concatenation would launch one per code."""
-        row = codes[0][:, None]
+        """Q codes (B, 1) -> (B, Q). Selects fuse into a few kernels; a concatenation would launch one per code."""
+        row = codes[0]
         for slot, code in zip(self.slots[1:], codes[1:], strict=True):
-            row = mx.where(slot, code[:, None], row)
+            row = mx.where(slot, code, row)
         return row
 
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from .activations import relu
 from .config import RnntConfig
+from .linear import Linear
 
 
 class LstmState(NamedTuple):
@@ -102,10 +104,10 @@ class Joint(nn.Module):
 
     def __init__(self, config: RnntConfig) -> None:
         super().__init__()
-        self.enc = nn.Linear(config.encoder_hidden, config.joint_hidden)
-        self.pred = nn.Linear(config.pred_hidden, config.joint_hidden)
+        self.enc = Linear(config.encoder_hidden, config.joint_hidden)
+        self.pred = Linear(config.pred_hidden, config.joint_hidden)
         # Indices as in NeMo's nn.Sequential: activation, dropout, linear; the first two have no weights.
-        self.joint_net = [nn.ReLU(), nn.Identity(), nn.Linear(config.joint_hidden, len(config.pieces) + 1)]
+        self.joint_net = [nn.ReLU(), nn.Identity(), Linear(config.joint_hidden, len(config.pieces) + 1)]
 
     def __call__(self, encoded: mx.array, pred: mx.array) -> mx.array:
         """encoded (B, T, D), pred (B, T, P) or one of them with T = 1 -> logits (B, T, pieces + 1)."""
@@ -113,7 +115,7 @@ class Joint(nn.Module):
 
     def combine(self, encoded: mx.array, pred: mx.array) -> mx.array:
         """Both sides already projected, (B, T, J) -> logits (B, T, pieces + 1)."""
-        return self.joint_net[2](nn.relu(encoded + pred))
+        return self.joint_net[2](relu(encoded + pred))
 
 
 class GreedyDecoder:

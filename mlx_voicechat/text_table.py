@@ -113,7 +113,7 @@ def numpy_products(module: nn.Module) -> Iterator[None]:
 
     MLX for Linux comes with the reference BLAS: on a CPU the released model's table would take hours, not minutes.
     """
-    layers = [(path, layer) for path, layer in module.named_modules() if type(layer) is nn.Linear]
+    layers = [(path, layer) for path, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     module.update_modules(tree_unflatten([(path, _NumpyLinear(layer)) for path, layer in layers]))
     try:
         yield

@@ -56,7 +56,7 @@ def test_eight_bits_take_the_linear_layers_of_encoder_backbone_and_head() -> Non
     chosen = plan(verify(folder), "q8")
     modules = networks(folder, chosen)
     packed = {path: layer for path, layer in modules.items() if isinstance(layer, nn.QuantizedLinear)}
-    plain = {path for path, layer in modules.items() if type(layer) is nn.Linear}
+    plain = {path for path, layer in modules.items() if isinstance(layer, nn.Linear)}
     assert sorted(name for path in packed for name in names(path)) == sorted(chosen)
     speech = ("stt_model.perception.", "tts_model.tts_model.")
     assert all(path.startswith(speech) for path in packed)
@@ -153,9 +153,9 @@ def test_the_machine_decides(monkeypatch: pytest.MonkeyPatch, gigabytes: float, 
     size = round(gigabytes * 1e9)
     monkeypatch.setattr(memory, "machine", lambda: memory.Machine(size, size))
     model = mlx_voicechat.load(GOLDEN / "tiny-bf16", compile=False)
-    assert type(model.tts.backbone.layers[0].mlp.down_proj) is layer
+    assert isinstance(model.tts.backbone.layers[0].mlp.down_proj, layer)
     stored_wide = mlx_voicechat.load(GOLDEN / "tiny-f32", compile=False)
-    assert type(stored_wide.tts.backbone.layers[0].mlp.down_proj) is nn.Linear
+    assert isinstance(stored_wide.tts.backbone.layers[0].mlp.down_proj, nn.Linear)
 
 
 # -- bytes --------------------------------------------------------------------------------------------------------

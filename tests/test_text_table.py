@@ -249,9 +249,9 @@ def test_numpy_multiplies_alike_and_only_meanwhile() -> None:
     encoder, fusion = tts.embed_subword, tts.gated_fusion_audio_text
     characters = [[token % 5, 3][: token % 3] for token in range(31)]
     expected = encoder.table(characters, fusion.text)
-    layers = [layer for _, layer in tts.named_modules() if type(layer) is nn.Linear]
+    layers = [layer for _, layer in tts.named_modules() if isinstance(layer, nn.Linear)]
     with text_table.numpy_products(encoder), text_table.numpy_products(fusion):
-        assert all(type(layer) is not nn.Linear for _, layer in [*encoder.named_modules(), *fusion.named_modules()])
+        assert all(not isinstance(layer, nn.Linear) for _, layer in [*encoder.named_modules(), *fusion.named_modules()])
         close = encoder.table(characters, fusion.text)
     assert mx.allclose(close, expected, rtol=0, atol=1e-5)
-    assert [layer for _, layer in tts.named_modules() if type(layer) is nn.Linear] == layers
+    assert [layer for _, layer in tts.named_modules() if isinstance(layer, nn.Linear)] == layers
