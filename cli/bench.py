@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from .conversation import Interrupt
 from .generate import DEFAULT_MODEL, INTERRUPTED
-from .outputs import Targets, replacing
+from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import Output, note
 
@@ -81,7 +81,7 @@ def bench(
             stop=lambda: interrupt.pressed,
         )
     if targets.profile_frames:
-        with replacing(targets.profile_frames) as file:
+        with TextFile(targets.profile_frames) as file:
             file.write(json.dumps(every_frame, indent=1) + "\n")
     output.write(json.dumps(report) + "\n" if as_json else tables(report))
     if report["frames"] < frames:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Interrupt:
-    """Ctrl-C as a flag that is read between frames; pressed again it is KeyboardInterrupt at once."""
+    """Ctrl-C as a flag that is read between frames; pressed again it does at once what it did before."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -28,8 +28,10 @@ class Interrupt:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._previous)
 
-    def _press(self, *_: object) -> None:
+    def _press(self, number: int, frame: Any) -> None:
         if self.pressed:
+            if callable(self._previous):
+                self._previous(number, frame)
             raise KeyboardInterrupt
         self.pressed = True
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
-import sys
+import shlex
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from mlx_voicechat.errors import InputError, LimitError
 
 from .conversation import Interrupt, converse, cut, silence
-from .outputs import Outputs, Targets, replacing
+from .outputs import Outputs, Targets, TextFile
 from .profiling import frames_file, wants_parts
-from .render import LiveText, Output, Progress, final_text, note
+from .render import LiveText, Output, Progress, complain, note
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event, Session
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "mlx-community/NemotronLabs-VoiceChat-11B-4bit"
 MAX_EXTRA_SECONDS = 600
+MAX_LIMIT_SECONDS = 1e9  # a number of samples beyond it is none
 COMPILE_WORTH_SECONDS = 120.0  # on a CPU the first compilation takes tens of seconds, a frame then 0.6 of the time
 INTERRUPTED = 130  # exit code of a program ended by Ctrl-C
-STREAMING, MORE = "Streaming", "More output"  # panels of the help text
 
 
 def _seconds(value: float | None) -> float | None:
-    if value is not None and not 0 < value < math.inf:
-        raise typer.BadParameter(f"{value:g} is not a number above 0.")
+    if value is not None and not 0 < value <= MAX_LIMIT_SECONDS:
+        raise typer.BadParameter(f"{value:g} is not a number above 0 and up to {MAX_LIMIT_SECONDS:g}.")
     return value
 
 
@@ -47,6 +48,11 @@ def _not_negative(value: Any) -> Any:
     if value is not None and not 0 <= value < math.inf:
         raise typer.BadParameter(f"{value} is not a number of at least 0.")
     return value
+
+
+def _no_argument(value: str | None) -> None:
+    if value is not None:
+        raise InputError(f"A recording is named with --audio: --audio {shlex.quote(value)}")
 
 
 def generate(
@@ -83,21 +89,13 @@ def generate(
     max_seconds: Annotated[
         float, Option(metavar="SECONDS", callback=_seconds, help="Refuse a longer recording at once.")
     ] = 3600.0,
-    stream: Annotated[
-        bool, Option("--stream", rich_help_panel=STREAMING, help="Run frame by frame, print as it speaks.")
-    ] = False,
+    stream: Annotated[bool, Option("--stream", help="Run frame by frame, print as it speaks.")] = False,
     max_streaming_seconds: Annotated[
         float | None,
-        Option(
-            metavar="SECONDS", callback=_seconds, rich_help_panel=STREAMING, help="Stop, with an error, after so much."
-        ),
+        Option(metavar="SECONDS", callback=_seconds, help="Stop, with an error, after so much."),
     ] = None,
-    profile: Annotated[
-        bool, Option("--profile", rich_help_panel=STREAMING, help="Frame times by stage as JSON on stderr.")
-    ] = False,
-    profile_json: Annotated[
-        Path | None, Option(metavar="FILE", rich_help_panel=STREAMING, help="Write them to a file instead.")
-    ] = None,
+    profile: Annotated[bool, Option("--profile", help="Frame times by stage as JSON on stderr.")] = False,
+    profile_json: Annotated[Path | None, Option(metavar="FILE", help="Write them to a file instead.")] = None,
     compiled: Annotated[
         bool | None,
         Option(
@@ -112,16 +110,13 @@ def generate(
     kv_cache: Annotated[
         str, Option(metavar="f32|bf16", help="How the speech generator's keys and values are held.")
     ] = "f32",
-    as_json: Annotated[bool, Option("--json", rich_help_panel=MORE, help="Print one JSON object, not text.")] = False,
-    both_sides: Annotated[
-        Path | None, Option(metavar="FILE", rich_help_panel=MORE, help="Stereo WAV: user left, assistant right.")
-    ] = None,
-    events: Annotated[
-        Path | None, Option(metavar="FILE", rich_help_panel=MORE, help="Every event with its times, JSON lines.")
-    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object, not text.")] = False,
+    both_sides: Annotated[Path | None, Option(metavar="FILE", help="Stereo WAV: user left, assistant right.")] = None,
+    events: Annotated[Path | None, Option(metavar="FILE", help="Every event with its times, JSON lines.")] = None,
     n: Annotated[str | None, Option("-n", hidden=True)] = None,
     image: Annotated[str | None, Option(hidden=True)] = None,
     video: Annotated[str | None, Option(hidden=True)] = None,
+    argument: Annotated[str | None, Argument(hidden=True, callback=_no_argument)] = None,
 ) -> None:
     """Answer a recording: print what was said, and write what the assistant speaks.
 
@@ -143,7 +138,8 @@ def generate(
     from mlx_voicechat.audio import AudioReader
 
     output = Output()
-    live = LiveText(output) if stream and not as_json else None
+    live, offline = stream and not as_json, io.StringIO()
+    text = LiveText(output.write if live else offline.write)
     last: Event | None = None
     with contextlib.ExitStack() as files:
         recording = files.enter_context(AudioReader(audio, max_seconds=max_seconds))
@@ -173,17 +169,15 @@ def generate(
             files.enter_context(timed(loaded, session.profile))
         interrupt = files.enter_context(Interrupt())
         outputs = Outputs(files, targets, config)
-        progress = files.enter_context(Progress(total_seconds, config.frame_seconds, live is not None))
+        progress = files.enter_context(Progress(total_seconds, config.frame_seconds, live))
         block_frames = 1 if stream else BLOCK_FRAMES
         pieces = chain(recording, silence(round(extra_decoding_seconds * config.input_rate_hz)))
         blocks = outputs.hearing(cut(pieces, block_frames * config.frame_samples_in))
-        if live:
-            files.callback(live.end_line)  # also before an error's line
+        files.callback(text.end_line)  # also before an error's line
         for last in converse(session, blocks, block_frames, interrupt):
             outputs.take(last)
             progress.take(last)
-            if live:
-                live.take(last)
+            text.take(last)
             if output.closed and not targets:
                 return  # nobody reads on, and nothing is to be written
         if session.frames == 0:
@@ -191,18 +185,14 @@ def generate(
         outputs.finish()
         summary = json.dumps(session.profile.summary(), indent=2) if session.profile else ""
         if profile_json:
-            files.enter_context(replacing(profile_json)).write(summary + "\n")
+            files.enter_context(TextFile(profile_json)).write(summary + "\n")
         if session.profile and targets.profile_frames:
             timings = json.dumps(session.profile.every_frame(), indent=1)
-            files.enter_context(replacing(targets.profile_frames)).write(timings + "\n")
-    if live:
-        live.close()
-    elif as_json:
-        output.write(json.dumps(_result(session)) + "\n")
-    else:
-        output.write(final_text(session.transcript, session.text, session.function))
+            files.enter_context(TextFile(targets.profile_frames)).write(timings + "\n")
+    text.close()
+    output.write(json.dumps(_result(session)) + "\n" if as_json else offline.getvalue())
     if summary and not profile_json:
-        print(summary, file=sys.stderr)
+        complain(summary)
     _fail_if_cut_short(session, last)
     if session.speaking:
         note(

@@ -1,74 +1,45 @@
-"""The command `mlx-voicechat`: its sub-commands, and the one place where an error becomes a line and an exit code.
+"""The command `mlx-voicechat`: the one place where an error or a signal becomes a line and an exit code.
 
-No module of this folder imports MLX, numpy or librosa at its top: a command does so once it has work for them.
+Imports nothing that takes time at its top, so that Ctrl-C meets `main` at work.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
-import traceback
 from collections.abc import Sequence
-from importlib import metadata
-from typing import Annotated, Any
-
-import typer
-
-from mlx_voicechat.errors import VoiceChatError
-
-from .bench import bench
-from .generate import generate
-from .info import info
-from .synth import synth
+from typing import Any
 
 DEBUG_VARIABLE = "MLX_VOICECHAT_DEBUG"
-
-app = typer.Typer(
-    name="mlx-voicechat",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+ENDINGS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"mlx-voicechat {metadata.version('mlx-voicechat')}")
-        raise typer.Exit
-
-
-@app.callback(invoke_without_command=True)
-def root(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
-    ] = False,
-) -> None:
-    """NVIDIA NemotronLabs VoiceChat, a full-duplex speech-to-speech model, on Apple Silicon.
-
-    Try it without a download: [bold]mlx-voicechat generate -m tiny --audio question.wav[/bold]
-    """
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
-app.command()(generate)
-app.command()(info)
-app.command()(bench)
-app.command()(synth)
+class Ended(SystemExit):
+    """A signal ended the command; raised where it struck, so that temporary files are removed."""
 
 
 def main() -> None:
     """Entry point: runs `sys.argv` and leaves with the exit code."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        _open_standard_streams()
+        _catch_signals()
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = _ended(signal.SIGINT)
+    except Ended as ended:
+        code = _ended(signal.Signals(ended.args[0] - 128))
+    _flush_standard_output()
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns its exit code, having said any error in one line on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a transcript must not fail in a terminal without its letters
+    from .app import app
+
     try:
         code: Any = app(list(arguments), prog_name="mlx-voicechat", standalone_mode=False)
     except Exception as error:
@@ -78,8 +49,14 @@ def run(arguments: Sequence[str]) -> int:
 
 def report(error: Exception) -> int:
     """Print `error: ...` on stderr, one line, and return the exit code; the traceback only for those who ask for it."""
+    from mlx_voicechat.errors import VoiceChatError
+
+    from .render import complain
+
     if os.environ.get(DEBUG_VARIABLE) == "1":
-        traceback.print_exception(error)
+        import traceback
+
+        complain("".join(traceback.format_exception(error)).rstrip())
     format_usage = getattr(error, "format_message", None)  # typer's own errors, whichever click it comes with
     if format_usage is not None:
         context = getattr(error, "ctx", None)
@@ -93,8 +70,48 @@ def report(error: Exception) -> int:
     else:
         message = f"Unexpected {type(error).__name__}: {error}. Set {DEBUG_VARIABLE}=1 to see where it comes from."
         code = 1
-    print("error:", " ".join(message.split()), file=sys.stderr)
+    complain("error: " + " ".join(message.split()))
     return code
+
+
+def _open_standard_streams() -> None:
+    """Put the null device where a descriptor was closed (`2>&-`): the next file opened would take its place."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
+
+
+def _catch_signals() -> None:
+    for name in ENDINGS:
+        number = getattr(signal, name)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
+            signal.signal(number, _end)
+
+
+def _end(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_DFL)  # sent again, it does not wait for anything
+    raise Ended(128 + number)
+
+
+def _ended(number: signal.Signals) -> int:
+    from .render import note
+
+    note("interrupted." if number == signal.SIGINT else f"ended by {number.name}.")
+    return 128 + number
+
+
+def _flush_standard_output() -> None:
+    """What typer printed and could not flush (`--help > /dev/full`) must not fail again at exit."""
+    from .render import abandon
+
+    try:
+        sys.stdout.flush()
+    except OSError:
+        abandon(sys.stdout)
 
 
 if __name__ == "__main__":

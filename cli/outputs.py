@@ -7,13 +7,14 @@ import json
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from mlx_voicechat.errors import InputError
+from mlx_voicechat.errors import InputError, VoiceChatError
 
 from .profiling import FRAMES_VARIABLE
 
@@ -76,34 +77,72 @@ def _check_text(option: str, path: Path) -> None:
         raise InputError(f"{option} cannot be {path}: it is a folder.", "Name a file in it.")
     if not path.exists() and not folder.is_dir():
         raise InputError(f"{option} cannot be {path}: there is no folder {folder}.", "Make it first.")
-    if not os.access(path if path.exists() else folder, os.W_OK):
+    if path.exists() and not os.access(path, os.W_OK):
         raise InputError(f"{option} cannot be {path}: permission denied.")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[TextIO]:
-    """A text file that takes the place of `path` when the block ends well and vanishes when it raised.
-
-    What is no regular file (a pipe, /dev/stderr) is written as it stands.
-    """
     if path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8") as file:
-            yield file
         return
-    target = Path(os.path.realpath(path))
-    part = target.with_name(f".{secrets.token_hex(8)}.part")
+    part = _part(path)
     try:
-        with part.open("x", encoding="utf-8") as file:
-            yield file
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+        part.touch(exist_ok=False)
+        part.unlink()
+    except OSError as fault:
+        raise InputError(f"{option} cannot be {path}: in its folder, {fault.strerror}.") from None
+
+
+def _part(path: Path) -> Path:
+    """A new name beside what `path` is, or links to."""
+    return Path(os.path.realpath(path)).with_name(f".{secrets.token_hex(8)}.part")
+
+
+class TextFile:
+    """A text file that takes the place of `path` when its block ends well and vanishes when it raised.
+
+    The file that was there lends its permissions. What is no regular file (a pipe, /dev/stderr) is written as it
+    stands. Raises VoiceChatError, naming `path`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._part: Path | None = None
+        with self._naming():
+            if path.exists() and not path.is_file():
+                self._file = path.open("w", encoding="utf-8")
+                return
+            self._part = _part(path)
+            self._file = self._part.open("x", encoding="utf-8")
+            with suppress(OSError):
+                os.chmod(self._part, stat.S_IMODE(path.stat().st_mode))
+
+    def __enter__(self) -> TextFile:
+        return self
+
+    def write(self, text: str) -> None:
+        """Append."""
+        with self._naming():
+            self._file.write(text)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            with self._naming() if kind is None else suppress(OSError):
+                self._file.close()
+                if kind is None and self._part:
+                    self._part.replace(os.path.realpath(self.path))
+        finally:
+            if self._part:
+                self._part.unlink(missing_ok=True)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as fault:
+            raise VoiceChatError(f"Cannot write {self.path}: {fault.strerror}.") from None
 
 
 class EventLog:
     """Events as JSON lines: `time_seconds` on the timeline, `wall_seconds` since the conversation began."""
 
-    def __init__(self, file: TextIO, frame_seconds: float) -> None:
+    def __init__(self, file: TextFile, frame_seconds: float) -> None:
         self._file = file
         self._frame_seconds = frame_seconds
         self._started = time.perf_counter()
@@ -172,7 +211,7 @@ class Outputs:
             stereo = files.enter_context(WavWriter(targets.both_sides, rate_hz, channels=2))
             self._sides = BothSides(stereo, Resampler(config.input_rate_hz, rate_hz))
         if targets.events:
-            self._log = EventLog(files.enter_context(replacing(targets.events)), config.frame_seconds)
+            self._log = EventLog(files.enter_context(TextFile(targets.events)), config.frame_seconds)
 
     def hearing(self, blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """The same blocks, noted as the user's side."""

@@ -6,7 +6,10 @@ import math
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
+
+from mlx_voicechat.errors import VoiceChatError
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event
@@ -17,11 +20,28 @@ QUIET_FRAMES = 5  # a line that was not added to for so long (0.4 s) is over
 
 def note(message: str) -> None:
     """One line for the person at the terminal."""
-    print("note:", " ".join(message.split()), file=sys.stderr, flush=True)
+    complain("note: " + " ".join(message.split()))
+
+
+def complain(text: str) -> None:
+    """A line on stderr; one that cannot be written (a full disk, a terminal that is gone) is lost and harms nothing."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        abandon(sys.stderr)
+
+
+def abandon(stream: TextIO) -> None:
+    """Let what the stream still holds go nowhere: the interpreter flushes it once more at exit."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class Output:
-    """Standard output whose reader may leave at any time (`| head`): then `closed` is true and nothing is written."""
+    """Standard output whose reader may leave at any time (`| head`): then `closed` is true and nothing is written.
+
+    Raises VoiceChatError when it fails otherwise.
+    """
 
     def __init__(self) -> None:
         self.closed = sys.stdout is None
@@ -34,18 +54,22 @@ class Output:
             sys.stdout.flush()
         except BrokenPipeError:
             self.closed = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
+            abandon(sys.stdout)
+        except OSError as fault:
+            self.closed = True
+            abandon(sys.stdout)
+            raise VoiceChatError(f"Cannot write standard output: {fault.strerror}.") from None
 
 
 class LiveText:
-    """The conversation as it is produced, a line a turn.
+    """The conversation as it is produced, a line a turn, through `write`.
 
     One line is open at a time. What another speaker says meanwhile is held until that line has been quiet for
     QUIET_FRAMES, so that people who talk over each other do not cut each other's words.
     """
 
-    def __init__(self, output: Output) -> None:
-        self._output = output
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
         self._open: str | None = None
         self._last_frame = 0
         self._held: list[tuple[str, str]] = []
@@ -68,12 +92,12 @@ class LiveText:
         self._release(self._last_frame)
         self.end_line()
         if "user" not in self._seen:
-            self._output.write(PREFIXES["user"].rstrip() + "\n")
+            self._write(PREFIXES["user"].rstrip() + "\n")
 
     def end_line(self) -> None:
         """End the line that is open, if one is."""
         if self._open is not None:
-            self._output.write("\n")
+            self._write("\n")
             self._open = None
 
     def _say(self, speaker: str, delta: str, frame_index: int) -> None:
@@ -89,21 +113,13 @@ class LiveText:
             delta = PREFIXES[speaker] + delta
         self._open, self._last_frame = speaker, frame_index
         self._seen.add(speaker)
-        self._output.write(delta)
+        self._write(delta)
 
     def _release(self, frame_index: int) -> None:
         held, self._held = self._held, []
         for speaker in dict.fromkeys(name for name, _ in held):
             self.end_line()
             self._say(speaker, "".join(delta for name, delta in held if name == speaker), frame_index)
-
-
-def final_text(transcript: str, text: str, function: str) -> str:
-    """The whole conversation as the offline form prints it: `[user]`, the assistant's text, `[function]` if any."""
-    lines = [PREFIXES["user"] + transcript]
-    lines += [text.strip()] if text.strip() else []
-    lines += [PREFIXES["function"] + function] if function else []
-    return "".join(line.rstrip() + "\n" for line in lines)
 
 
 class Progress:

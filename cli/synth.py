@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from .render import Output
+
 
 class Kind(str, Enum):
     """What can be written."""
@@ -28,4 +30,4 @@ def synth(
     """Write a checkpoint of random weights: it loads and runs like a real one, and says nothing sensible."""
     from mlx_voicechat.synthetic import write_random
 
-    print(write_random(kind.value, out, seed))
+    Output().write(f"{write_random(kind.value, out, seed)}\n")

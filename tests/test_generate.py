@@ -110,6 +110,13 @@ def test_nothing_heard_and_nothing_said(command: Command, fake: FakeModel, strea
 
 
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
+def test_every_turn_has_a_line(command: Command, fake: FakeModel, stream: list[str]) -> None:
+    fake.script = {0: ("assistant", "Other side."), 4: ("user", "Stop."), 10: ("assistant", "It stopped.")}
+    assert command(*stream)[:2] == (0, "Other side.\n[user] Stop.\nIt stopped.\n")
+    assert json.loads(command(*stream, "--json")[1])["text"] == "Other side.It stopped."
+
+
+@pytest.mark.parametrize("stream", [[], ["--stream"]])
 def test_json_is_one_object(command: Command, fake: FakeModel, stream: list[str]) -> None:
     fake.script = {0: ("user", "héllo"), 1: ("function", "f")}
     code, printed, _ = command(*stream, "--json", "--seed", 5)
@@ -187,6 +194,32 @@ def test_events(command: Command, fake: FakeModel, tmp_path: Path, stream: list[
     ]
     assert lines[-1] == {"event": "done", "time_seconds": 1.04, "frame_index": SECOND_FRAMES}
     assert len(lines) == SECOND_FRAMES + 4 + 1
+
+
+def test_replaced_files_keep_their_permissions(command: Command, fake: FakeModel, tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("events.jsonl", "profile.json")]
+    for path in paths:
+        path.touch(0o600)
+        path.chmod(0o640)
+    assert command("--stream", "--events", paths[0], "--profile-json", paths[1])[0] == 0
+    assert [path.stat().st_mode & 0o777 for path in paths] == [0o640, 0o640]
+
+
+def test_a_folder_that_takes_no_file(refused: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def deny(self: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "touch", deny)
+    err = refused("--events", tmp_path / "events.jsonl")[2]
+    assert str(tmp_path / "events.jsonl") in err
+    assert ".part" not in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("option", ["--events", "--profile-json"])
+def test_a_full_disk_names_the_file(command: Command, fake: FakeModel, option: str) -> None:
+    code, _, err = command("--stream", option, "/dev/full")
+    assert (code, err) == (1, "error: Cannot write /dev/full: No space left on device.\n")
 
 
 def test_events_into_a_pipe(command: Command, fake: FakeModel) -> None:
@@ -292,7 +325,7 @@ def test_silence() -> None:
 
 def live(events: list[Event], capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What stands on the screen after every event, and at the end."""
-    text, shown, screens = LiveText(Output()), "", []
+    text, shown, screens = LiveText(Output().write), "", []
     for event in events:
         text.take(event)
         shown += capsys.readouterr().out
@@ -363,6 +396,7 @@ def refused(command: Command, fake: FakeModel, tmp_path: Path) -> Command:
         ["--max-streaming-seconds", 0, "--stream"],
         ["--max-streaming-seconds", "nan", "--stream"],
         ["--max-streaming-seconds", "inf", "--stream"],
+        ["--max-streaming-seconds", "1e308", "--stream"],
         ["--extra-decoding-seconds", -0.1],
         ["--extra-decoding-seconds", 600.1],
         ["--extra-decoding-seconds", "nan"],
