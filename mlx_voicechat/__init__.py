@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .errors import VoiceChatError
     from .model import load
     from .session import (
         AudioFrame,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "VoiceChatError": "errors",
     "load": "model",
     **dict.fromkeys(
         (
@@ -53,6 +55,7 @@ __all__ = [
     "Session",
     "TextDelta",
     "TranscriptDelta",
+    "VoiceChatError",
     "load",
 ]
 

@@ -32,6 +32,7 @@ Samples = npt.NDArray[np.float32]
 STDIN = "-"
 INPUT_RATE_HZ = 16_000  # what the recogniser of every released checkpoint hears
 RATES_HZ = range(4_000, 768_001)  # 8..192 kHz and an octave or two on both sides; the rest are broken headers
+MAX_AMPLITUDE = 100.0  # 40 dB above full scale: no clipping, but another scale; the model's state would not recover
 PCM_SUBTYPES = {"PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "ULAW", "ALAW"}
 
 
@@ -235,6 +236,10 @@ class AudioReader:
                 wrong = np.flatnonzero(~np.isfinite(mono))
                 if len(wrong):
                     raise self._fail(f"it holds NaN or infinity at second {self._second(at + int(wrong[0]))}")
+                loud = np.flatnonzero(np.abs(mono) > MAX_AMPLITUDE)
+                if len(loud):
+                    where = self._second(at + int(loud[0]))
+                    raise self._fail(f"it holds {mono[loud[0]]:g} at second {where}, and full scale is 1")
                 at += len(mono)
                 self._check_length(at)
                 yield mono

@@ -57,8 +57,10 @@ def print_notice(text: str) -> None:
 def find(model: str | Path, say: Callable[[str], None] = print_notice) -> Path:
     """The folder of a checkpoint: a folder, the word `tiny` (`./tiny` is a folder), or a hub id, fetched when absent.
 
-    `say` gets what a user should know before a download. Raises CheckpointError and HubError.
+    `say` gets what a user should know before a download. Raises CheckpointError, HubError and InputError.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise InputError(f"The model is {type(model).__name__}, expected a folder, a hub id or `{DEMONSTRATION}`.")
     if str(model) == DEMONSTRATION:
         return assets.TINY
     path = Path(os.path.expanduser(model))
@@ -67,7 +69,7 @@ def find(model: str | Path, say: Callable[[str], None] = print_notice) -> Path:
     if path.suffix == ".nemo":
         raise CheckpointError(
             f"{model} is a NeMo archive, which does not load.",
-            "Use an mlx-community checkpoint, or convert NVIDIA's safetensors release with `mlx-voicechat convert`.",
+            "Use for example mlx-community/NemotronLabs-VoiceChat-11B-4bit.",
         )
     if os.path.isfile(path):
         raise CheckpointError(f"{model} is a file, and a checkpoint is a folder.", f"Name its folder: {path.parent}")
@@ -108,7 +110,7 @@ def stored_format(folder: Path) -> int:
     if not isinstance(version, int) or not 0 <= version <= FORMAT_VERSION:
         raise CheckpointError(
             f"{folder}: {FORMAT_KEY} is {version!r}, this program reads up to {FORMAT_VERSION}.",
-            "Update mlx-voicechat, or convert the checkpoint again.",
+            "Update mlx-voicechat.",
         )
     return version
 

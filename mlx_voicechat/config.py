@@ -35,6 +35,12 @@ PREEMPHASIS = 0.97  # NeMo AudioToMelSpectrogramPreprocessor default
 LOG_GUARD = 2.0**-24  # NeMo AudioToMelSpectrogramPreprocessor default
 LLM_NORM_EPS = 1e-5  # Nemotron-H: layer_norm_epsilon
 
+# Bounds that tell a broken file before anything is built from it.
+MAX_SIZE = 2**24  # widths and ids: ids are read from the device as float32, exact up to here
+MAX_COUNT = 1000  # layers and the like, each a Python object
+MAX_NUMBER = 1e30  # of any kind; float32 holds it
+MIN_FLOAT = 1e-6  # durations, which others are divided by
+
 T = TypeVar("T")
 
 
@@ -116,6 +122,7 @@ class LlmConfig:
     use_bias: bool
     use_conv_bias: bool
     time_step_limit: tuple[float, float] | None
+    max_positions: int | None = None  # longest prompt; None: not stated
 
     @property
     def mamba_inner(self) -> int:
@@ -286,6 +293,33 @@ class _Reader:
                 return self._typed(name, value, type(default))
         return default
 
+    def within(self, key: str, kind: type[T], low: float, high: float, *aliases: str) -> T:
+        value: Any = self.need(key, kind, *aliases)
+        if low <= value <= high:
+            return value
+        self.wrong.append(f"{key} is {value!r}, expected a number in {low}..{high}")
+        return self._empty(kind)
+
+    def size(self, key: str, *aliases: str) -> int:
+        return self.within(key, int, 1, MAX_SIZE, *aliases)
+
+    def count(self, key: str) -> int:
+        return self.within(key, int, 1, MAX_COUNT)
+
+    def sizes(self, key: str) -> tuple[int, ...]:
+        values = self.need(key, list)
+        if not all(type(value) is int and 1 <= value <= MAX_SIZE for value in values):
+            self.wrong.append(f"{key} is {values!r}, expected whole numbers above 0")
+            return ()
+        return tuple(values)
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        values = self.need(key, list)
+        if not all(isinstance(value, str) for value in values):
+            self.wrong.append(f"{key} holds something that is no string")
+            return ()
+        return tuple(values)
+
     def require_true(self, key: str) -> None:
         if not self.need(key, bool) and key not in self.missing:
             self.wrong.append(f"{key} must be true: this program has no other path")
@@ -295,6 +329,9 @@ class _Reader:
         return kind(1) if kind in (int, float) else kind()  # type: ignore[call-arg]
 
     def _typed(self, key: str, value: Any, kind: type[T]) -> T:
+        if kind in (int, float) and isinstance(value, int | float) and not abs(value) <= MAX_NUMBER:
+            self.wrong.append(f"{key} is not a finite number of usual size")
+            return self._empty(kind)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -310,7 +347,7 @@ def read_config(folder: Path) -> ModelConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no config.json.", "Name a checkpoint folder or a hub id.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} is not a JSON object.")
@@ -335,7 +372,7 @@ def _check_kind(raw: Mapping[str, Any], where: str) -> None:
     if kind is None and {"model", "data"} & raw.keys():
         raise CheckpointError(
             f"{where} is NVIDIA's original layout, which does not load directly.",
-            "Turn it into this program's layout with `mlx-voicechat convert`, or use an mlx-community checkpoint.",
+            "Use for example mlx-community/NemotronLabs-VoiceChat-11B-4bit.",
         )
     if kind != MODEL_TYPE:
         raise CheckpointError(
@@ -351,8 +388,8 @@ def _check_kind(raw: Mapping[str, Any], where: str) -> None:
 
 
 def _model(r: _Reader) -> ModelConfig:
-    frame_seconds = r.need("frame_duration", float)
-    output_rate_hz = r.need("output_sample_rate", int)
+    frame_seconds = r.within("frame_duration", float, MIN_FLOAT, MAX_SIZE)
+    output_rate_hz = r.size("output_sample_rate")
     quantization: dict[str, Any] = r.optional("quantization", {})
     return ModelConfig(
         mel=_mel(r),
@@ -361,11 +398,11 @@ def _model(r: _Reader) -> ModelConfig:
         llm=_llm(r),
         tts=_tts(r, frame_seconds),
         codec=_codec(r),
-        bos_id=r.need("bos_token_id", int),
-        eos_id=r.need("eos_token_id", int),
-        pad_id=r.need("pad_token_id", int),
-        silence_id=r.need("silence_token_id", int),
-        input_rate_hz=r.need("input_sample_rate", int),
+        bos_id=r.within("bos_token_id", int, 0, MAX_SIZE),
+        eos_id=r.within("eos_token_id", int, 0, MAX_SIZE),
+        pad_id=r.within("pad_token_id", int, 0, MAX_SIZE),
+        silence_id=r.within("silence_token_id", int, 0, MAX_SIZE),
+        input_rate_hz=r.size("input_sample_rate"),
         output_rate_hz=output_rate_hz,
         frame_seconds=frame_seconds,
         function_weight=r.need("function_channel_weight", float),
@@ -384,13 +421,13 @@ def _model(r: _Reader) -> ModelConfig:
 
 def _mel(r: _Reader) -> MelConfig:
     p = "audio_config.preprocessor."
-    rate = r.need(p + "sample_rate", int)
+    rate = r.size(p + "sample_rate")
     return MelConfig(
         sample_rate=rate,
-        features=r.need(p + "features", int),
-        n_fft=r.need(p + "n_fft", int),
-        window_samples=round(r.need(p + "window_size", float) * rate),
-        hop_samples=round(r.need(p + "window_stride", float) * rate),
+        features=r.size(p + "features"),
+        n_fft=r.size(p + "n_fft"),
+        window_samples=round(r.within(p + "window_size", float, MIN_FLOAT, MAX_SIZE) * rate),
+        hop_samples=round(r.within(p + "window_stride", float, MIN_FLOAT, MAX_SIZE) * rate),
         preemphasis=r.optional(p + "preemph", PREEMPHASIS),
         log_guard=r.optional(p + "log_zero_guard_value", LOG_GUARD),
     )
@@ -402,52 +439,55 @@ def _encoder(r: _Reader) -> EncoderConfig:
     if context and isinstance(context[0], list):
         context = context[0]
     if p + "att_context_size" not in r.missing and (
-        len(context) != 2 or not isinstance(context[0], int) or context[1] != 0
+        len(context) != 2 or not isinstance(context[0], int) or context[0] < 0 or context[1] != 0
     ):
         r.wrong.append(f"{p}att_context_size is {context!r}, expected [left, 0]: no look-ahead")
     return EncoderConfig(
-        features=r.need(p + "feat_in", int),
-        n_layers=r.need(p + "n_layers", int),
-        d_model=r.need(p + "d_model", int),
-        n_heads=r.need(p + "n_heads", int),
-        ff_expansion_factor=r.need(p + "ff_expansion_factor", int),
-        subsampling_factor=r.need(p + "subsampling_factor", int),
-        subsampling_channels=r.need(p + "subsampling_conv_channels", int),
-        conv_kernel_size=r.need(p + "conv_kernel_size", int),
+        features=r.size(p + "feat_in"),
+        n_layers=r.count(p + "n_layers"),
+        d_model=r.size(p + "d_model"),
+        n_heads=r.size(p + "n_heads"),
+        ff_expansion_factor=r.size(p + "ff_expansion_factor"),
+        subsampling_factor=r.size(p + "subsampling_factor"),
+        subsampling_channels=r.size(p + "subsampling_conv_channels"),
+        conv_kernel_size=r.size(p + "conv_kernel_size"),
         left_frames=context[0] if context and isinstance(context[0], int) else 0,
-        output_dim=r.need("audio_config.output_dim", int),
+        output_dim=r.size("audio_config.output_dim"),
     )
 
 
 def _rnnt(r: _Reader) -> RnntConfig:
     a = "audio_config."
     return RnntConfig(
-        encoder_hidden=r.need(a + "joint.encoder_hidden", int),
-        pred_hidden=r.need(a + "decoder.pred_hidden", int),
-        pred_layers=r.need(a + "decoder.pred_rnn_layers", int),
-        joint_hidden=r.need(a + "joint.joint_hidden", int),
-        blank_id=r.need("rnnt_blank_id", int),
-        max_symbols=r.need(a + "max_symbols", int),
-        pieces=tuple(r.need("rnnt_vocabulary", list)),
+        encoder_hidden=r.size(a + "joint.encoder_hidden"),
+        pred_hidden=r.size(a + "decoder.pred_hidden"),
+        pred_layers=r.count(a + "decoder.pred_rnn_layers"),
+        joint_hidden=r.size(a + "joint.joint_hidden"),
+        blank_id=r.size("rnnt_blank_id"),
+        max_symbols=r.count(a + "max_symbols"),
+        pieces=r.strings("rnnt_vocabulary"),
     )
 
 
 def _llm(r: _Reader) -> LlmConfig:
     p = "text_config."
-    limit: list[float] = r.optional(p + "time_step_limit", [])
+    limit: list[Any] = r.optional(p + "time_step_limit", [])
+    if limit and (len(limit) != 2 or not all(isinstance(x, int | float) for x in limit)):
+        r.wrong.append(f"{p}time_step_limit is {limit!r}, expected two numbers")
+        limit = []
     return LlmConfig(
-        vocab_size=r.need(p + "vocab_size", int),
-        hidden_size=r.need(p + "hidden_size", int),
-        intermediate_size=r.need(p + "intermediate_size", int),
-        num_hidden_layers=r.need(p + "num_hidden_layers", int),
-        num_attention_heads=r.need(p + "num_attention_heads", int),
-        num_key_value_heads=r.need(p + "num_key_value_heads", int),
-        head_dim=r.need(p + "head_dim", int),
-        mamba_num_heads=r.need(p + "mamba_num_heads", int),
-        mamba_head_dim=r.need(p + "mamba_head_dim", int),
-        ssm_state_size=r.need(p + "ssm_state_size", int, p + "mamba_state_dim"),
-        conv_kernel=r.need(p + "conv_kernel", int),
-        n_groups=r.need(p + "n_groups", int, p + "mamba_num_groups"),
+        vocab_size=r.size(p + "vocab_size"),
+        hidden_size=r.size(p + "hidden_size"),
+        intermediate_size=r.size(p + "intermediate_size"),
+        num_hidden_layers=r.count(p + "num_hidden_layers"),
+        num_attention_heads=r.size(p + "num_attention_heads"),
+        num_key_value_heads=r.size(p + "num_key_value_heads"),
+        head_dim=r.size(p + "head_dim"),
+        mamba_num_heads=r.size(p + "mamba_num_heads"),
+        mamba_head_dim=r.size(p + "mamba_head_dim"),
+        ssm_state_size=r.size(p + "ssm_state_size", p + "mamba_state_dim"),
+        conv_kernel=r.size(p + "conv_kernel"),
+        n_groups=r.size(p + "n_groups", p + "mamba_num_groups"),
         norm_eps=r.optional(p + "layer_norm_epsilon", LLM_NORM_EPS, p + "rms_norm_eps"),
         pattern=r.need(p + "hybrid_override_pattern", str),
         attention_bias=r.optional(p + "attention_bias", False),
@@ -455,7 +495,8 @@ def _llm(r: _Reader) -> LlmConfig:
         mlp_bias=r.optional(p + "mlp_bias", False),
         use_bias=r.optional(p + "use_bias", False),
         use_conv_bias=r.optional(p + "use_conv_bias", True),
-        time_step_limit=(float(limit[0]), float(limit[1])) if len(limit) == 2 else None,
+        time_step_limit=(float(limit[0]), float(limit[1])) if limit else None,
+        max_positions=r.optional(p + "max_position_embeddings", 0) or None,
     )
 
 
@@ -471,36 +512,38 @@ def _tts(r: _Reader, frame_seconds: float) -> TtsConfig:
         r.require_true(p + flag)
     c, m = p + "character_encoder.", p + "mog_head."
     return TtsConfig(
-        hidden_size=r.need(p + "hidden_size", int),
-        intermediate_size=r.need(p + "intermediate_size", int),
-        num_hidden_layers=r.need(p + "num_hidden_layers", int),
-        num_attention_heads=r.need(p + "num_attention_heads", int),
-        num_key_value_heads=r.need(p + "num_key_value_heads", int),
-        head_dim=r.need(p + "head_dim", int),
-        sliding_window=r.need(p + "sliding_window", int),
-        latent_size=r.need(p + "latent_size", int),
-        num_quantizers=r.need(p + "num_quantizers", int),
-        codebook_size=r.need(p + "codebook_size", int),
-        exponent=r.need(p + "exponent", float),
-        guidance_scale=r.need(p + "guidance_scale", float),
-        top_p=r.need(p + "top_p", float),
-        noise_scale=r.need(p + "noise_scale", float),
-        prompt_frames=math.floor(r.need(p + "audio_prompt_duration", float) / frame_seconds + 1e-9),
+        hidden_size=r.size(p + "hidden_size"),
+        intermediate_size=r.size(p + "intermediate_size"),
+        num_hidden_layers=r.count(p + "num_hidden_layers"),
+        num_attention_heads=r.size(p + "num_attention_heads"),
+        num_key_value_heads=r.size(p + "num_key_value_heads"),
+        head_dim=r.size(p + "head_dim"),
+        sliding_window=r.size(p + "sliding_window"),
+        latent_size=r.size(p + "latent_size"),
+        num_quantizers=r.count(p + "num_quantizers"),
+        codebook_size=r.size(p + "codebook_size"),
+        exponent=r.within(p + "exponent", float, MIN_FLOAT, MAX_SIZE),
+        guidance_scale=r.within(p + "guidance_scale", float, 0, MAX_SIZE),
+        top_p=r.within(p + "top_p", float, MIN_FLOAT, 1),
+        noise_scale=r.within(p + "noise_scale", float, 0, MAX_SIZE),
+        prompt_frames=math.floor(
+            r.within(p + "audio_prompt_duration", float, MIN_FLOAT, MAX_SIZE) / frame_seconds + 1e-9
+        ),
         characters=CharacterEncoderConfig(
-            hidden_size=r.need(c + "hidden_size", int),
-            intermediate_size=r.need(c + "intermediate_size", int),
-            num_hidden_layers=r.need(c + "num_hidden_layers", int),
-            num_attention_heads=r.need(c + "num_attention_heads", int),
-            num_key_value_heads=r.need(c + "num_key_value_heads", int),
-            head_dim=r.need(c + "head_dim", int),
-            char_vocab_size=r.need(c + "char_vocab_size", int),
+            hidden_size=r.size(c + "hidden_size"),
+            intermediate_size=r.size(c + "intermediate_size"),
+            num_hidden_layers=r.count(c + "num_hidden_layers"),
+            num_attention_heads=r.size(c + "num_attention_heads"),
+            num_key_value_heads=r.size(c + "num_key_value_heads"),
+            head_dim=r.size(c + "head_dim"),
+            char_vocab_size=r.size(c + "char_vocab_size"),
         ),
         mog=MogConfig(
-            intermediate_size=r.need(m + "intermediate_size", int),
-            low_rank=r.need(m + "low_rank", int),
+            intermediate_size=r.size(m + "intermediate_size"),
+            low_rank=r.size(m + "low_rank"),
             min_log_std=r.need(m + "min_log_std", float),
-            num_layers=r.need(m + "num_layers", int),
-            num_predictions=r.need(m + "num_predictions", int),
+            num_layers=r.count(m + "num_layers"),
+            num_predictions=r.size(m + "num_predictions"),
         ),
     )
 
@@ -508,17 +551,17 @@ def _tts(r: _Reader, frame_seconds: float) -> TtsConfig:
 def _codec(r: _Reader) -> CodecConfig:
     p = "codec_config."
     return CodecConfig(
-        sample_rate=r.need(p + "sample_rate", int),
-        base_channels=r.need(p + "base_channels", int),
-        channel_multipliers=tuple(r.need(p + "channel_multipliers", list)),
-        downsample_rates=tuple(r.need(p + "downsample_rates", list)),
-        blocks_per_stage=r.need(p + "blocks_per_stage", int),
-        block_kernel_size=r.need(p + "block_kernel_size", int),
-        latent_dim=r.need(p + "latent_dim", int),
-        n_fft=r.need(p + "n_fft", int),
-        hop_length=r.need(p + "hop_length", int),
-        num_quantizers=r.need(p + "num_quantizers", int),
-        codebook_size=r.need(p + "codebook_size", int),
+        sample_rate=r.size(p + "sample_rate"),
+        base_channels=r.size(p + "base_channels"),
+        channel_multipliers=r.sizes(p + "channel_multipliers"),
+        downsample_rates=r.sizes(p + "downsample_rates"),
+        blocks_per_stage=r.count(p + "blocks_per_stage"),
+        block_kernel_size=r.size(p + "block_kernel_size"),
+        latent_dim=r.size(p + "latent_dim"),
+        n_fft=r.size(p + "n_fft"),
+        hop_length=r.size(p + "hop_length"),
+        num_quantizers=r.count(p + "num_quantizers"),
+        codebook_size=r.size(p + "codebook_size"),
     )
 
 
@@ -540,6 +583,26 @@ def _contradictions(c: ModelConfig) -> list[str]:
         ("codec stages", len(c.codec.channel_multipliers), "downsample_rates", len(c.codec.downsample_rates)),
     ]
     faults = [f"{a} is {x} but {b} is {y}" for a, x, b, y in pairs if x != y]
+    multiples = [
+        ("encoder.d_model", c.encoder.d_model, "n_heads", c.encoder.n_heads),
+        (
+            "text_config.num_attention_heads",
+            c.llm.num_attention_heads,
+            "num_key_value_heads",
+            c.llm.num_key_value_heads,
+        ),
+        ("text_config.mamba_num_heads", c.llm.mamba_num_heads, "n_groups", c.llm.n_groups),
+        ("tts_config.num_attention_heads", c.tts.num_attention_heads, "num_key_value_heads", c.tts.num_key_value_heads),
+    ]
+    faults += [f"{a} is {x}, no multiple of {b}, {y}" for a, x, b, y in multiples if x % y]
+    for name in ("bos", "eos", "pad", "silence"):
+        token = getattr(c, f"{name}_id")
+        if token >= c.llm.vocab_size:
+            faults.append(f"{name}_token_id is {token} but text_config.vocab_size is {c.llm.vocab_size}")
+    if not 1 <= c.mel.window_samples <= c.mel.n_fft:
+        faults.append(f"preprocessor n_fft is {c.mel.n_fft} but window_size is {c.mel.window_samples} samples")
+    if c.encoder.subsampling_factor & (c.encoder.subsampling_factor - 1):
+        faults.append(f"subsampling_factor is {c.encoder.subsampling_factor}, no power of two")
     if set(c.llm.pattern) - set("M*-"):
         faults.append(f"hybrid_override_pattern has unknown blocks: {sorted(set(c.llm.pattern) - set('M*-'))}")
     return faults

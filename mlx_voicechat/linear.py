@@ -21,7 +21,7 @@ class Linear(nn.Linear):
         mx.eval(self._matrix)
 
     def __call__(self, x: mx.array) -> mx.array:
-        matrix = self.get("_matrix", self.weight.T)
+        matrix = self._matrix if "_matrix" in self else self.weight.T
         return mx.addmm(self.bias, x, matrix) if "bias" in self else x @ matrix
 
 

@@ -34,6 +34,7 @@ BLOCK_FRAMES = 512  # frames of perception at once in the offline form
 PREFILL_CHUNK = 512  # prompt positions of the LLM at once
 CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
 CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
+MAX_EXTRA_SECONDS = 1e6  # of silence at once: it is all in memory
 KEPT_OPENINGS = 2  # a prompt's caches are hundreds of megabytes at full size
 
 
@@ -227,6 +228,9 @@ class VoiceChat:
 
         `options` are those of `session`. Equals the events of a session that was pushed the same samples.
         """
+        from .session import checked_number
+
+        extra_seconds = checked_number("extra_seconds", extra_seconds, MAX_EXTRA_SECONDS)
         session = self.session(**options)
         silence = np.zeros(round(extra_seconds * self.config.input_rate_hz), np.float32)
         frames: list[Frame] = []
@@ -278,9 +282,9 @@ class VoiceChat:
         keep = seed is not None or not prompt
         state = self._openings.get(key) if keep else None
         if state is None:
+            ids = self._prompt_ids(prompt) if prompt else []
             state = self.init_state(self.voice(voice), guidance_scale)
             if prompt:
-                ids = [self.config.bos_id, *self.tokenizer.encode(prompt), self.config.eos_id]
                 self.prefill(ids, state, draws)
             mx.eval(state.arrays)
         if keep:
@@ -289,6 +293,15 @@ class VoiceChat:
             while len(self._openings) > KEPT_OPENINGS:
                 self._openings.popitem(last=False)
         return state.copy()
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        ids = [self.config.bos_id, *self.tokenizer.encode(prompt), self.config.eos_id]
+        limit = self.config.llm.max_positions
+        if limit is not None and len(ids) > limit:
+            raise InputError(
+                f"The system prompt is {len(ids):,} tokens long, the model takes {limit:,}.", "Shorten it."
+            )
+        return ids
 
     def init_state(self, voice: mx.array, guidance_scale: float) -> State:
         """The state after the voice prompt, before position 0; lazy."""

@@ -36,7 +36,7 @@ def _checked_file(path: Path) -> str:
         raw = json.loads(text)
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no tokenizer.json.", REMEDY) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.", REMEDY) from None
     parts = [raw.get(name) if isinstance(raw, dict) else None for name in ("model", "decoder")]
     kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
@@ -54,7 +54,12 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer as Backend  # 50 ms, and not needed to print a help text
 
-        self.backend: tokenizers.Tokenizer = Backend.from_str(_checked_file(Path(folder) / "tokenizer.json"))
+        path = Path(folder) / "tokenizer.json"
+        text = _checked_file(path)
+        try:
+            self.backend: tokenizers.Tokenizer = Backend.from_str(text)
+        except Exception as error:  # tokenizers raises nothing more special
+            raise CheckpointError(f"{path} cannot be used: {error}.", REMEDY) from None
         self._alphabet = byte_alphabet()
         self._bytes: dict[int, bytes] = {}
 

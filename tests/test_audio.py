@@ -343,6 +343,15 @@ def test_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "permission denied" in str(refused(tmp_path / "x.wav"))
 
 
+@pytest.mark.parametrize("value", [1e18, -101.0])
+def test_samples_far_beyond_full_scale_are_refused(tmp_path: Path, value: float) -> None:
+    samples = np.zeros(2 * RATE, np.float32)
+    samples[RATE : RATE + 5] = 1.5  # clipping is no fault
+    samples[20_000] = value
+    soundfile.write(tmp_path / "x.wav", samples, RATE, subtype="FLOAT")
+    assert f"holds {value:g} at second 1.250, and full scale is 1" in str(refused(tmp_path / "x.wav"))
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
 @pytest.mark.parametrize("channels", [1, 2])
 def test_nan_and_infinity_are_found_before_work_starts(tmp_path: Path, value: float, channels: int) -> None:

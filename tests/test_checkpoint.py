@@ -73,12 +73,15 @@ def test_notices_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_no_checkpoint_folder(tmp_path: Path) -> None:
     (tmp_path / "voice.nemo").write_bytes(b"")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    refused(lambda: checkpoint.find(tmp_path / "voice.nemo"), "NeMo archive", "convert")
+    refused(lambda: checkpoint.find(tmp_path / "voice.nemo"), "NeMo archive", "mlx-community/")
     refused(lambda: checkpoint.find(tmp_path / "model.safetensors"), "is a file", str(tmp_path))
     refused(lambda: checkpoint.find(tmp_path / "absent"), "no folder", "hub id", "tiny")
     refused(lambda: checkpoint.find("nonsense"), "no folder nonsense")
     for name in ("", "~nobody-of-this-name/x", "x" * 5000, "a\0b"):
         refused(lambda name=name: checkpoint.find(name), "no folder")  # type: ignore[misc]
+    for thing in (None, 5, b"tiny"):
+        kind = type(thing).__name__
+        refused(lambda thing=thing: checkpoint.find(thing), f"model is {kind}", kind=InputError)  # type: ignore[misc]
 
 
 # -- verify -------------------------------------------------------------------------------------------------------

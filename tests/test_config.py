@@ -82,11 +82,11 @@ OPTIONAL = {
     "audio_config.preprocessor.preemph",
     "audio_config.preprocessor.log_zero_guard_value",
     *(f"text_config.{key}" for key in ("attention_bias", "mamba_proj_bias", "mlp_bias", "layer_norm_epsilon")),
-    *(f"text_config.{key}" for key in ("use_bias", "use_conv_bias")),
+    *(f"text_config.{key}" for key in ("use_bias", "use_conv_bias", "max_position_embeddings")),
 }
 UNREAD = {
     "architectures",
-    *(f"text_config.{key}" for key in ("model_type", "max_position_embeddings")),
+    "text_config.model_type",
     *(f"audio_config.preprocessor.{key}" for key in ("window", "dither", "normalize", "pad_to", "pad_value")),
     *(f"audio_config.encoder.{key}" for key in ("causal_downsampling", "conv_context_size", "conv_norm_type")),
     *(f"audio_config.encoder.{key}" for key in ("self_attention_model", "att_context_style", "pos_emb_max_len")),
@@ -132,6 +132,21 @@ def test_one_error_lists_everything_missing() -> None:
         ("tts_config.use_audio_prompt_frozen_projection", False, "must be true"),
         ("audio_config.encoder.att_context_size", [[70, 13]], "no look-ahead"),
         ("audio_config.encoder.att_context_size", [], "no look-ahead"),
+        ("audio_config.encoder.att_context_size", [-1, 0], "no look-ahead"),
+        ("text_config.num_attention_heads", 0, "1..16777216"),
+        ("text_config.hidden_size", -64, "1..16777216"),
+        ("text_config.hidden_size", 10**400, "usual size"),
+        ("tts_config.num_hidden_layers", 10**6, "1..1000"),
+        ("frame_duration", 0, "1e-06.."),
+        ("frame_duration", 1e-320, "1e-06.."),
+        ("tts_config.guidance_scale", float("nan"), "finite"),
+        ("tts_config.mog_head.min_log_std", float("inf"), "finite"),
+        ("tts_config.top_p", 0, "..1"),
+        ("tts_config.top_p", 1.5, "..1"),
+        ("codec_config.downsample_rates", [7, 0], "above 0"),
+        ("codec_config.channel_multipliers", ["x", 1], "above 0"),
+        ("rnnt_vocabulary", [1], "no string"),
+        ("text_config.time_step_limit", [1, "x"], "two numbers"),
     ],
 )
 def test_a_wrong_value_is_named(key: str, value: Any, word: str) -> None:
@@ -159,6 +174,11 @@ def test_a_wrong_value_is_named(key: str, value: Any, word: str) -> None:
         ("codec_config.downsample_rates", [7, 7]),
         ("frame_duration", 0.16),
         ("audio_config.encoder.subsampling_factor", 4),
+        ("audio_config.encoder.n_heads", 7),
+        ("text_config.num_key_value_heads", 3),
+        ("audio_config.preprocessor.n_fft", 7),
+        ("bos_token_id", 384),
+        ("silence_token_id", 10**6),
     ],
 )
 def test_contradictions_are_reported(key: str, value: Any) -> None:
@@ -168,6 +188,11 @@ def test_contradictions_are_reported(key: str, value: Any) -> None:
 
 def test_both_forms_of_the_attention_context() -> None:
     assert parse_config(changed("audio_config.encoder.att_context_size", [20, 0])).encoder.left_frames == 20
+
+
+def test_the_longest_prompt_may_be_unstated() -> None:
+    assert parse_config(golden()).llm.max_positions == 4096
+    assert parse_config(changed("text_config.max_position_embeddings", None)).llm.max_positions is None
 
 
 def test_other_names_of_a_key() -> None:
@@ -204,6 +229,7 @@ def test_files_that_are_no_runtime_config(tmp_path: Path) -> None:
     for text, word in (
         ("{", "cannot be read"),
         ("[]", "not a JSON object"),
+        ("[" * 100_000, "cannot be read"),
         ('{"model_type": "llama"}', "not a VoiceChat"),
     ):
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
@@ -211,10 +237,10 @@ def test_files_that_are_no_runtime_config(tmp_path: Path) -> None:
             read_config(tmp_path)
 
 
-def test_nvidias_own_config_points_to_convert() -> None:
+def test_nvidias_own_config_points_to_one_that_loads() -> None:
     with pytest.raises(CheckpointError, match="NVIDIA's original layout") as caught:
         read_config(GOLDEN / "tiny-nvidia")
-    assert "mlx-voicechat convert" in caught.value.remedy
+    assert "mlx-community/" in caught.value.remedy
 
 
 @pytest.mark.parametrize("version", [3, "2", None])

@@ -10,7 +10,7 @@ import pytest
 
 import mlx_voicechat
 from mlx_voicechat import Event
-from mlx_voicechat.errors import InputError
+from mlx_voicechat.errors import InputError, VoiceChatError
 from mlx_voicechat.model import CACHE_VARIABLE, KEPT_OPENINGS, VoiceChat, limit_buffer_cache
 from tests.support.checkpoints import GOLDEN
 
@@ -77,6 +77,34 @@ def test_few_openings_are_kept(model: VoiceChat) -> None:
     for seed in range(2 * KEPT_OPENINGS):
         model.session(system_prompt="Be brief.", seed=seed)
     assert len(model._openings) == KEPT_OPENINGS
+
+
+def test_a_prompt_longer_than_the_model_is_refused(model: VoiceChat) -> None:
+    limit = model.config.llm.max_positions
+    assert limit == 4096
+    with pytest.raises(InputError, match=r"12,002 tokens.*4,096"):
+        model.session(system_prompt="~" * 12_000)
+
+
+def test_weights_that_are_nan_are_noticed(model: VoiceChat, audio: np.ndarray) -> None:
+    decode = model._decode
+
+    def broken(*arguments: Any) -> Any:
+        samples, state = decode(*arguments)
+        return samples * mx.nan, state
+
+    session = model.session()
+    session.push(audio[:2560])
+    model._decode = broken
+    with pytest.raises(VoiceChatError, match=r"NaN or infinity in frame 2\..*tiny-f32") as caught:
+        session.push(audio[:1280])
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), 1e300, 10**400, "1", None])
+def test_seconds_of_silence_are_checked(model: VoiceChat, audio: np.ndarray, seconds: Any) -> None:
+    with pytest.raises(InputError, match="extra_seconds"):
+        model.answer(audio[:1280], extra_seconds=seconds)
 
 
 def test_a_frame_without_a_symbol_reads_once(

@@ -309,10 +309,18 @@ def test_closing(model: VoiceChat, audio: np.ndarray) -> None:
         (np.zeros(10, np.int16), 16000, "int16"),
         (np.array([0, np.nan], np.float32), 16000, r"samples\[1\] is nan"),
         (np.array([np.inf, 0], np.float32), 16000, r"samples\[0\] is inf"),
+        (np.array([0, 1e18], np.float32), 16000, r"samples\[1\] is 1e\+18: full scale"),
+        (np.array([-1e300]), 16000, r"samples\[0\] is -1e\+300"),
+        (None, 16000, "NoneType"),
+        ("abc", 16000, "type str"),
+        ([[0.0], [0.0, 0.0]], 16000, "unlike length"),
+        (np.zeros(10, np.complex64), 16000, "complex64"),
+        (np.zeros(10, np.float32), "16000", "type str, expected the number 16000"),
+        (np.zeros(10, np.float32), None, "rate_hz is of type NoneType"),
     ],
 )
 def test_refused_samples_leave_the_session_usable(
-    model: VoiceChat, audio: np.ndarray, samples: np.ndarray, rate: int, message: str
+    model: VoiceChat, audio: np.ndarray, samples: Any, rate: Any, message: str
 ) -> None:
     session = model.session(seed=3)
     before = session.push(audio[:700])
@@ -330,11 +338,30 @@ def test_refused_samples_leave_the_session_usable(
         {"max_seconds": float("nan")},
         {"guidance_scale": -0.1},
         {"system_prompt": 7},
+        {"max_seconds": 1e308},
+        {"max_seconds": 10**400},
+        {"max_seconds": 10**5000},
+        {"max_seconds": "1"},
+        {"guidance_scale": 10**400},
+        {"guidance_scale": float("nan")},
+        {"voice": 5},
+        {"voice": ["Aria"]},
+        {"noise": 3},
     ],
 )
 def test_refused_arguments(model: VoiceChat, arguments: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(arguments))):
         model.session(**arguments)
+
+
+def test_a_prompt_of_broken_unicode_is_refused(model: VoiceChat) -> None:
+    with pytest.raises(InputError, match=r"system prompt is not valid Unicode: character 2 is '\\udcff'"):
+        model.session(system_prompt="Hi\udcff")
+
+
+def test_numpy_numbers_are_numbers(model: VoiceChat) -> None:
+    session = model.session(seed=np.int64(3), max_seconds=np.float32(1), guidance_scale=np.float32(0.5))  # type: ignore[arg-type]
+    assert session.max_seconds == 1.0
 
 
 def test_an_unknown_voice_is_refused_with_the_list(model: VoiceChat) -> None:
@@ -352,6 +379,91 @@ def test_noise_of_a_wrong_shape_is_refused(model: VoiceChat, audio: np.ndarray) 
     session = model.session(noise=lambda step: (np.zeros((5, 31)), np.zeros((5, 32))))
     with pytest.raises(InputError, match=r"noise\(0\)"):
         session.push(audio[:2560])
+
+
+@pytest.mark.parametrize(
+    ("drawn", "message"),
+    [
+        (None, "NoneType"),
+        ("ab", "str, expected a pair"),
+        ((None, "x"), "NoneType and str"),
+        ((np.full((5, 32), np.nan), np.zeros((5, 32))), "NaN"),
+        ((np.zeros((5, 32)), np.full((5, 32), 1e300)), "infinity"),
+    ],
+)
+def test_noise_of_another_kind_is_refused(model: VoiceChat, audio: np.ndarray, drawn: Any, message: str) -> None:
+    session = model.session(noise=lambda step: drawn)
+    with pytest.raises(InputError, match=rf"noise\(0\) gave .*{message}"):
+        session.push(audio[:2560])
+
+
+def test_events_before_an_error_come_at_the_next_call(model: VoiceChat, audio: np.ndarray) -> None:
+    def draws(step: int) -> tuple[np.ndarray, np.ndarray]:
+        if step == 3 and not fixed:
+            raise OSError("no entropy")
+        return np.full((5, 32), step / 20), np.zeros((5, 32))
+
+    fixed = [True]
+    expected = model.session(noise=draws).push(audio[:12800])
+    fixed.clear()
+    session = model.session(noise=draws)
+    with pytest.raises(OSError, match="entropy"):
+        session.push(audio[:12800])
+    fixed.append(True)
+    assert session.push(audio[:0]) == expected
+
+
+def test_an_observer_that_raises_leaves_the_frame_done(
+    model: VoiceChat, audio: np.ndarray, reference: list[Event]
+) -> None:
+    def observer(frame: Frame) -> None:
+        seen.append(frame)
+        if len(seen) == 3:
+            raise OSError("disk full")
+
+    seen: list[Frame] = []
+    session = model.session(seed=3)
+    session.observe(observer)
+    with pytest.raises(OSError, match="disk full"):
+        session.push(audio[:13000])
+    assert session.frames == 3
+    assert session.finish() == reference
+    assert len(seen) == 11
+
+
+def test_calls_from_inside_a_frame_are_refused(model: VoiceChat, audio: np.ndarray, reference: list[Event]) -> None:
+    def observer(frame: Frame) -> None:
+        for call in (lambda: session.push(audio), lambda: session.feed(audio), session.finish, session.cancel):
+            with pytest.raises(InputError, match="inside a frame"):
+                call()
+
+    session = model.session(seed=3)
+    session.observe(observer)
+    assert session.push(audio[:13000]) + session.finish() == reference
+
+
+def test_an_abandoned_feed_loses_no_event(model: VoiceChat, audio: np.ndarray, reference: list[Event]) -> None:
+    session = model.session(seed=3)
+    held = session.feed(audio[:13000])
+    events = [next(held) for _ in range(2)]
+    events += session.push(audio[:0])
+    assert list(held) == []
+    assert events + session.finish() == reference
+    cancelled = model.session(seed=3)
+    first = next(cancelled.feed(audio[:1280]))
+    assert [first, *cancelled.cancel()] == [*(e for e in reference if e.frame_index == 0), Cancelled(1)]
+
+
+def test_a_limit_that_was_not_taken_comes_with_the_end(model: VoiceChat, audio: np.ndarray) -> None:
+    session = model.session(max_seconds=0.1)
+    next(session.feed(audio))
+    assert session.finish()[-2:] == [LimitReached(1, 0.1), Done(1)]
+
+
+@pytest.mark.parametrize("block_frames", [0, 1.5, None])
+def test_blocks_are_whole_frames(model: VoiceChat, audio: np.ndarray, block_frames: Any) -> None:
+    with pytest.raises(InputError, match="block_frames"):
+        model.session().feed(audio, block_frames=block_frames)
 
 
 def test_profile_has_a_row_a_frame(model: VoiceChat, audio: np.ndarray) -> None:

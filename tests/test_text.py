@@ -193,7 +193,18 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", '{"model": {"type": "BPE"', "[]", "{}", '{"model": "BPE", "decoder": null}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        '{"model": {"type": "BPE"',
+        "[]",
+        "{}",
+        '{"model": "BPE", "decoder": null}',
+        '{"model": {"type": "BPE", "vocab": 3}, "decoder": {"type": "ByteLevel"}}',
+        "[" * 100_000,
+    ],
+)
 def test_a_broken_tokenizer_is_named(tmp_path: Path, content: str) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer(write(tmp_path, content))
