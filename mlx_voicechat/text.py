@@ -113,6 +113,9 @@ class IncrementalDecoder:
     def push(self, token: int) -> str:
         """Add one id; returns what it adds to `text`, possibly nothing."""
         delta = self._utf8.decode(self._tokenizer.token_bytes(token))
+        if not _may_continue(self._utf8.getstate()[0]):  # the decoder also holds back what starts a surrogate
+            delta += self._utf8.decode(b"", final=True)
+            self._utf8.reset()
         if delta:
             self._parts.append(delta)
         return delta
@@ -123,6 +126,18 @@ class IncrementalDecoder:
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
+
+
+def _may_continue(held: bytes) -> bool:
+    """Whether `held` is empty or the beginning of a character's UTF-8."""
+    for fill in (b"\x80", b"\xbf"):
+        for missing in range(4):
+            try:
+                (held + missing * fill).decode()
+                return True
+            except UnicodeDecodeError:
+                continue
+    return False
 
 
 class TranscriptText:
