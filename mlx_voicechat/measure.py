@@ -88,7 +88,7 @@ def bench(
         say("Frames are measured uncompiled: MLX found no C++ compiler here.")
 
     noise = faint_noise(config)
-    first_opening, counted = count_frame(loaded, noise)
+    first_opening, counted = count_frame(loaded, noise, min(frames, SEARCHED_FRAMES))
     sub_stages = _time_parts(loaded, noise, min(frames, PART_FRAMES)) if parts else None
     gc.collect()
 
@@ -136,7 +136,9 @@ def faint_noise(config: ModelConfig) -> Iterator[np.ndarray]:
         yield from heard.astype(np.float32)
 
 
-def count_frame(model: VoiceChat, noise: Iterator[np.ndarray]) -> tuple[float, Counted]:
+def count_frame(
+    model: VoiceChat, noise: Iterator[np.ndarray], search: int = SEARCHED_FRAMES
+) -> tuple[float, Counted]:
     """Seconds to open a session, and the count of its first steady frame without a symbol (else with the fewest)."""
     started = time.perf_counter()
     session = model.session()
@@ -146,7 +148,7 @@ def count_frame(model: VoiceChat, noise: Iterator[np.ndarray]) -> tuple[float, C
     for _ in range(STEADY_FRAMES):
         session.push(next(noise))
     tried: list[Counted] = []
-    while len(tried) < SEARCHED_FRAMES and not (tried and tried[-1].symbols == 0):
+    while len(tried) < search and not (tried and tried[-1].symbols == 0):
         with counting() as count:
             session.push(next(noise))
         tried.append(Counted(count, len(seen) - 1, len(seen[-1].symbols)))

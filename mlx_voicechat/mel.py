@@ -31,7 +31,8 @@ class LogMel:
         start = (c.n_fft - c.window_samples) // 2
         window[start : start + c.window_samples] = np.hanning(c.window_samples)
         self._window = mx.array(window)
-        self._filters = mx.array(mel(sr=c.sample_rate, n_fft=c.n_fft, n_mels=c.features).T)
+        filters = mel(sr=c.sample_rate, n_fft=c.n_fft, n_mels=c.features).T
+        self._filters = mx.array(np.ascontiguousarray(filters))  # half the time of the transposed layout on a CPU
         self._guard = mx.array(c.log_guard, mx.float32)
         mx.eval(self._window, self._filters, self._guard)
 
