@@ -164,7 +164,7 @@ def test_nvidias_original_is_refused_before_its_weights_are_fetched(server: Hub,
     server.requests.clear()
     error = locate("org/original", tmp_path, server.url)
     assert error["code"] == "bad_checkpoint"
-    assert "convert" in error["remedy"]
+    assert "mlx-community" in error["remedy"]
     assert not any(request.endswith(".safetensors") for request in server.requests)
 
 
