@@ -136,9 +136,7 @@ def faint_noise(config: ModelConfig) -> Iterator[np.ndarray]:
         yield from heard.astype(np.float32)
 
 
-def count_frame(
-    model: VoiceChat, noise: Iterator[np.ndarray], search: int = SEARCHED_FRAMES
-) -> tuple[float, Counted]:
+def count_frame(model: VoiceChat, noise: Iterator[np.ndarray], search: int = SEARCHED_FRAMES) -> tuple[float, Counted]:
     """Seconds to open a session, and the count of its first steady frame without a symbol (else with the fewest)."""
     started = time.perf_counter()
     session = model.session()
