@@ -14,6 +14,7 @@ from typer import Argument, Option
 
 from .conversation import Interrupt
 from .generate import DEFAULT_MODEL, INTERRUPTED
+from .options import KeyValueCache, SpeechWeights
 from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import Output, note
@@ -48,12 +49,8 @@ def bench(
         float | None,
         Option(metavar="GBPS", callback=_bandwidth, help="Memory bandwidth in GB/s for the floor; else measured."),
     ] = None,
-    speech_weights: Annotated[
-        str | None, Option(metavar="f32|q8", show_default=False, help="How speech weights are held; else by memory.")
-    ] = None,
-    kv_cache: Annotated[
-        str, Option(metavar="f32|bf16", help="How the speech generator's keys and values are held.")
-    ] = "f32",
+    speech_weights: SpeechWeights = None,
+    kv_cache: KeyValueCache = "f32",
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not tables.")] = False,
 ) -> None:
     """Measure a model on this machine: frame times, launches, memory, and what memory traffic alone would take.

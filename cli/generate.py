@@ -17,6 +17,7 @@ from typer import Argument, Option
 from mlx_voicechat.errors import InputError, LimitError
 
 from .conversation import Interrupt, converse, cut, silence
+from .options import KeyValueCache, SpeechWeights
 from .outputs import Outputs, Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import LiveText, Output, Progress, complain, note
@@ -104,12 +105,8 @@ def generate(
             help="Fuse kernels first, or not; decided by the job if absent.",
         ),
     ] = None,
-    speech_weights: Annotated[
-        str | None, Option(metavar="f32|q8", show_default=False, help="How speech weights are held; else by memory.")
-    ] = None,
-    kv_cache: Annotated[
-        str, Option(metavar="f32|bf16", help="How the speech generator's keys and values are held.")
-    ] = "f32",
+    speech_weights: SpeechWeights = None,
+    kv_cache: KeyValueCache = "f32",
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not text.")] = False,
     both_sides: Annotated[Path | None, Option(metavar="FILE", help="Stereo WAV: user left, assistant right.")] = None,
     events: Annotated[Path | None, Option(metavar="FILE", help="Every event with its times, JSON lines.")] = None,

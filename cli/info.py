@@ -13,6 +13,7 @@ from typer import Argument, Option
 from mlx_voicechat.errors import CheckpointError
 
 from .generate import DEFAULT_MODEL
+from .options import SpeechWeights
 from .render import Output, note
 
 if TYPE_CHECKING:
@@ -33,9 +34,7 @@ def info(
             help="A folder, a Hub repository that was fetched, or tiny; the 11B model in 4 bits if absent.",
         ),
     ] = DEFAULT_MODEL,
-    speech_weights: Annotated[
-        str | None, Option(metavar="f32|q8", show_default=False, help="How speech weights are held; else by memory.")
-    ] = None,
+    speech_weights: SpeechWeights = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not text.")] = False,
 ) -> None:
     """Describe a model: its format and sizes, the memory it will take, and what this machine has.
