@@ -99,7 +99,21 @@ class Tokenizer:
         return known
 
 
-class IncrementalDecoder:
+class _Growing:
+    """Text that only grows, joined when it is looked at."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Everything so far: of ids without a trailing incomplete sequence, of a transcript stripped."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+
+class IncrementalDecoder(_Growing):
     """Text of a growing list of ids, equal to `Tokenizer.decode` of all of them at a constant cost per id.
 
     A trailing incomplete UTF-8 sequence is held back until it is complete or broken, so nothing is ever withdrawn.
@@ -108,7 +122,7 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._parts: list[str] = []
+        super().__init__()
 
     def push(self, token: int) -> str:
         """Add one id; returns what it adds to `text`, possibly nothing."""
@@ -119,13 +133,6 @@ class IncrementalDecoder:
         if delta:
             self._parts.append(delta)
         return delta
-
-    @property
-    def text(self) -> str:
-        """Everything so far, without a trailing incomplete sequence."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
 
 
 def _may_continue(held: bytes) -> bool:
@@ -140,12 +147,12 @@ def _may_continue(held: bytes) -> bool:
     return False
 
 
-class TranscriptText:
+class TranscriptText(_Growing):
     """What the user said, from RNNT symbols: `pieces` (SentencePiece) joined and stripped, special pieces left out."""
 
     def __init__(self, pieces: Sequence[str]) -> None:
         self._texts = ["" if SILENT_PIECE.fullmatch(piece) else piece.replace(WORD_SPACE, " ") for piece in pieces]
-        self._parts: list[str] = []
+        super().__init__()
         self._space = ""  # trailing white space: not text until something follows
 
     def push(self, symbols: Sequence[int]) -> str:
@@ -158,13 +165,6 @@ class TranscriptText:
         if delta:
             self._parts.append(delta)
         return delta
-
-    @property
-    def text(self) -> str:
-        """The transcript so far, stripped."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
 
 
 def character_table(tokenizer: Tokenizer) -> list[list[int]]:
