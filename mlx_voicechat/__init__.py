@@ -13,22 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import VoiceChatError
-    from .model import load
-    from .session import (
+    from .events import (
         AudioFrame,
         Cancelled,
         Done,
         Event,
         FunctionDelta,
         LimitReached,
-        Session,
         TextDelta,
         TranscriptDelta,
     )
+    from .model import load
+    from .session import Session
 
 _HOMES = {
     "VoiceChatError": "errors",
     "load": "model",
+    "Session": "session",
     **dict.fromkeys(
         (
             "AudioFrame",
@@ -37,11 +38,10 @@ _HOMES = {
             "Event",
             "FunctionDelta",
             "LimitReached",
-            "Session",
             "TextDelta",
             "TranscriptDelta",
         ),
-        "session",
+        "events",
     ),
 }
 

@@ -10,7 +10,6 @@ import math
 import numbers
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mlx.core as mx
@@ -18,6 +17,16 @@ import numpy as np
 
 from .audio import MAX_AMPLITUDE
 from .errors import InputError, LimitError, SessionClosedError, VoiceChatError
+from .events import (
+    AudioFrame,
+    Cancelled,
+    Done,
+    Event,
+    FunctionDelta,
+    LimitReached,
+    TextDelta,
+    TranscriptDelta,
+)
 from .model import NO_FORCE, Draws, Frame, Heard
 from .profile import Profile
 from .text import IncrementalDecoder, TranscriptText
@@ -29,78 +38,6 @@ Noise: TypeAlias = Callable[[int], tuple[Any, Any]]
 
 MAX_SECONDS = 1e9  # 30 years: a limit beyond it is a mistake
 MAX_GUIDANCE = 1e6  # logits stay finite
-
-
-@dataclass(frozen=True)
-class TranscriptDelta:
-    """The user was understood to say more: `delta` was added, `text` is the transcript so far."""
-
-    frame_index: int
-    delta: str
-    text: str
-
-
-@dataclass(frozen=True)
-class TextDelta:
-    """The assistant's text channel carries `token_id`; `delta` may be empty inside a UTF-8 sequence."""
-
-    frame_index: int
-    token_id: int
-    delta: str
-    text: str
-
-
-@dataclass(frozen=True)
-class FunctionDelta:
-    """The function channel carries `token_id`."""
-
-    frame_index: int
-    token_id: int
-    delta: str
-    text: str
-
-
-@dataclass(frozen=True, eq=False)
-class AudioFrame:
-    """One frame of speech: float32 samples (1764 at 22.05 kHz) and its codec codes."""
-
-    frame_index: int
-    samples: np.ndarray
-    codes: tuple[int, ...]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, AudioFrame):
-            return NotImplemented
-        same = (self.frame_index, self.codes) == (other.frame_index, other.codes)
-        return same and np.array_equal(self.samples, other.samples)
-
-    def __hash__(self) -> int:
-        return hash((self.frame_index, self.codes))
-
-
-@dataclass(frozen=True)
-class LimitReached:
-    """The session has consumed its `seconds` of audio; later pushes raise LimitError."""
-
-    frame_index: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Done:
-    """The session finished after `frame_index` audio frames."""
-
-    frame_index: int
-
-
-@dataclass(frozen=True)
-class Cancelled:
-    """The session was cancelled after `frame_index` audio frames."""
-
-    frame_index: int
-
-
-Event: TypeAlias = TranscriptDelta | TextDelta | FunctionDelta | AudioFrame | LimitReached | Done | Cancelled
 
 
 class Session:
