@@ -1,38 +1,43 @@
 """A checkpoint of the Hugging Face hub: the local cache when it is complete, else a download that can be repeated.
 
-`huggingface_hub` is imported at the first use, so that programs which name a folder never load it.
+`huggingface_hub` is imported at the first use, so that programs which name a folder never load it. It begins a file
+anew after an interruption; a weight file of 5 GB (the original: 41 GiB) goes on here where it stopped.
 """
 
 from __future__ import annotations
 
 import errno
-import fnmatch
+import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import hub_cache
 from .config import read_config
-from .errors import CheckpointError, HubError
-from .shards import verify
+from .errors import CheckpointError, HubError, InputError
+from .hub_cache import BASE_PATTERNS, COMMIT, NEEDED, ORIGINAL_PATTERNS, PARTIAL, PATTERNS, REPEAT, matches
+from .shards import SINGLE_FILE
 
-PATTERNS = [
-    "config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-]
-NEEDED = ("config.json", "tokenizer.json")
+__all__ = ["BASE_PATTERNS", "ORIGINAL_PATTERNS", "PATTERNS", "fetch", "is_repository_id", "locate", "sha256"]
+
+WEIGHTS = ("model*.safetensors",)
 REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+REVISION = re.compile(r"[\w][\w./+-]*")
 ELSEWHERE = (
     "Name a folder that holds a checkpoint instead (`--model FOLDER`), or try `--model tiny`, which is built in."
 )
-REPEAT = "Repeat the command: files that are complete are kept."
+LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN."
+READ_BYTES = 2**20
+
+
+def print_notice(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def is_repository_id(name: str) -> bool:
@@ -41,73 +46,164 @@ def is_repository_id(name: str) -> bool:
 
 
 def locate(repository: str, say: Callable[[str], None]) -> Path:
-    """The folder of a hub checkpoint, every file of it present and whole.
+    """The folder of a hub checkpoint that this program loads, every file of it present and whole.
 
-    A complete snapshot in the cache is used without any network call. Before a download `say` gets its size and the
-    model's licence. Raises HubError (network, access, disk) and CheckpointError (files that are no checkpoint).
+    A config that is another model's, or the original's, stops it before any weights are fetched. Otherwise `fetch`.
     """
-    cached = _cached(repository, "config.json")
-    fault = _fault(cached.parent) if cached else None
-    if cached and fault is None:
-        return cached.parent
-    folder = _fetch(repository, say, fault)
-    if (fault := _fault(folder)) is not None:
+    read_config(fetch(repository, None, ["config.json"], lambda _: None))
+    return fetch(repository, None, PATTERNS, say)
+
+
+def fetch(
+    repository: str,
+    revision: str | None = None,
+    patterns: Sequence[str] = PATTERNS,
+    say: Callable[[str], None] = print_notice,
+) -> Path:
+    """The snapshot's folder of a repository at a branch, tag or commit, with all its files that match `patterns`.
+
+    What is complete in the cache (`hub_cache.fault`) is used without any network call, a branch or tag at the commit
+    that the cache knows. Otherwise it is downloaded, going on where an earlier attempt stopped; before that `say` gets
+    its size and the licence. config.json is needed if a pattern matches it, so is tokenizer.json, and weights must be
+    whole. Raises HubError (network, access, disk), CheckpointError (files that are none), InputError (no revision).
+    """
+    if revision is not None and (not REVISION.fullmatch(revision) or ".." in revision):
+        raise InputError(f"{revision!r} is no revision.", "A revision is a branch, a tag or a commit.")
+    folder = hub_cache.snapshot(repository, revision)
+    fault = hub_cache.fault(folder, patterns) if folder else None
+    if folder and fault is None:
+        return folder
+    folder = _download(repository, revision, patterns, say, fault)
+    if (fault := hub_cache.fault(folder, patterns)) is not None:
         raise fault
     return folder
 
 
-def _cached(repository: str, file: str, revision: str | None = None) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(repository, file, revision=revision)
-    return Path(found) if isinstance(found, str) else None
-
-
-def _fault(folder: Path) -> CheckpointError | None:
-    """What keeps a snapshot from being complete, None if nothing does."""
-    absent = [name for name in NEEDED if not (folder / name).is_file()]
-    if absent:
-        return CheckpointError(f"{folder} lacks {', '.join(absent)}.", REPEAT)
-    try:
-        verify(folder)
-    except CheckpointError as error:
-        return error
-    return None
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
-def _fetch(repository: str, say: Callable[[str], None], fault: CheckpointError | None) -> Path:
-    """Download what the cache lacks of a repository; a config that this program cannot read stops it early."""
-    from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
+def _download(
+    repository: str,
+    revision: str | None,
+    patterns: Sequence[str],
+    say: Callable[[str], None],
+    fault: CheckpointError | None,
+) -> Path:
+    """Download what the cache lacks; what makes a snapshot complete comes last, the weights at the very end."""
+    from huggingface_hub import HfApi, constants, errors
 
     try:
-        info: Any = HfApi().model_info(repository, files_metadata=True)
-        wanted = {f.rfilename: f.size or 0 for f in info.siblings or [] if _is_needed(f.rfilename)}
-        if "config.json" not in wanted:
-            raise CheckpointError(f"The repository {repository} has no config.json: it is not a checkpoint.")
-        read_config(Path(hf_hub_download(repository, "config.json")).parent)
-        lacking = {name: size for name, size in wanted.items() if _size(repository, name, info.sha) != size}
+        info: Any = HfApi().model_info(repository, revision=revision, files_metadata=True)
+        folder = hub_cache.folder_of(repository) / "snapshots" / info.sha
+        wanted = {file.rfilename: file for file in info.siblings or [] if matches(file.rfilename, patterns)}
+        _check_listing(repository, wanted, patterns)
+        lacking = [file for name, file in sorted(wanted.items(), key=_rank) if _size(folder / name) != file.size]
+        to_come = sum(_to_come(repository, file) for file in lacking)
         fault = fault or CheckpointError(f"{_count(lacking)} still to come.")
-        say(_notice(repository, lacking, info, Path(constants.HF_HUB_CACHE), constants.ENDPOINT))
-        _check_space(Path(constants.HF_HUB_CACHE), sum(lacking.values()))
-        for name in lacking:
-            if _cached(repository, name, info.sha):  # there, but cut off: a snapshot download would keep it
-                hf_hub_download(repository, name, force_download=True)
-        return Path(snapshot_download(repository, allow_patterns=PATTERNS))
+        if lacking:
+            say(_notice(repository, len(lacking), to_come, info, constants.ENDPOINT))
+        _check_space(hub_cache.root(), to_come)
+        _note_commit(repository, revision or "main", info.sha)
+        for file in lacking:
+            _fetch_file(repository, file, folder)
+        return folder
     # httpx and requests errors are neither OSError nor ValueError throughout; RuntimeError is what hf_xet raises.
     except (errors.HTTPError, OSError, ValueError, RuntimeError) as error:
-        raise _explain(repository, error, fault) from error
+        raise _explain(repository, revision, error, fault) from error
 
 
-def _is_needed(file: str) -> bool:
-    return any(fnmatch.fnmatch(file, pattern) for pattern in PATTERNS) and "/" not in file
+def _check_listing(repository: str, wanted: Mapping[str, Any], patterns: Sequence[str]) -> None:
+    absent = [name for name in NEEDED if matches(name, patterns) and name not in wanted]
+    if absent:
+        raise CheckpointError(f"The repository {repository} has no {' and no '.join(absent)}: it is not a checkpoint.")
+    if matches(SINGLE_FILE, patterns) and not any(matches(name, WEIGHTS) for name in wanted):
+        raise CheckpointError(f"The repository {repository} has no weights (model*.safetensors): it is no checkpoint.")
 
 
-def _size(repository: str, file: str, revision: str) -> int | None:
-    path = _cached(repository, file, revision)
-    return path.stat().st_size if path and path.exists() else None
+def _rank(item: tuple[str, Any]) -> tuple[int, str]:
+    """Optional files first, needed ones then, weights last: what looks complete is."""
+    name = item[0]
+    return (2 if matches(name, WEIGHTS) else 1 if name in NEEDED else 0), name
 
 
-def _notice(repository: str, lacking: dict[str, int], info: Any, cache: Path, endpoint: str) -> str:
+def _fetch_file(repository: str, file: Any, folder: Path) -> None:
+    from huggingface_hub import hf_hub_download
+
+    pointer = folder / file.rfilename
+    if pointer.exists():  # and not of the size it should have
+        pointer.resolve().unlink()
+    pointer.unlink(missing_ok=True)
+    if file.lfs is not None:
+        _transfer(repository, file, folder.name)
+    hf_hub_download(repository, file.rfilename, revision=folder.name)  # fetches small ones, and links any
+
+
+def _transfer(repository: str, file: Any, commit: str) -> None:
+    """Fetch a large file's blob into the cache, from the byte on at which an earlier attempt stopped."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import WeakFileLock, build_hf_headers
+
+    blob = _blob(repository, file)
+    partial = blob.with_name(blob.name + PARTIAL)
+    lock = hub_cache.root() / ".locks" / hub_cache.folder_of(repository).name / f"{blob.name}.lock"
+    for parent in (blob.parent, lock.parent):
+        parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):
+        if _size(blob) == file.size:
+            return
+        with partial.open("ab") as stream:
+            if stream.tell() > file.size:
+                stream.truncate(0)
+            http_get(
+                hf_hub_url(repository, file.rfilename, revision=commit),
+                stream,  # type: ignore[arg-type]
+                resume_size=stream.tell(),
+                headers=build_hf_headers(),
+                expected_size=file.size,
+                displayed_filename=file.rfilename,
+            )
+        if sha256(partial) != file.lfs.sha256:
+            partial.unlink()
+            raise CheckpointError(f"{file.rfilename} of {repository} arrived damaged (its SHA-256 differs).", REPEAT)
+        partial.replace(blob)
+
+
+def _blob(repository: str, file: Any) -> Path:
+    name: str = file.lfs.sha256 if file.lfs is not None else file.blob_id or secrets.token_hex(20)
+    return hub_cache.folder_of(repository) / "blobs" / name
+
+
+def _to_come(repository: str, file: Any) -> int:
+    """Bytes of a file that are not here yet."""
+    blob, size = _blob(repository, file), int(file.size or 0)
+    if _size(blob) == size:
+        return 0
+    return max(0, size - (_size(blob.with_name(blob.name + PARTIAL)) or 0))
+
+
+def _note_commit(repository: str, revision: str, commit: str) -> None:
+    """Let the cache know which commit a branch or tag is, as huggingface_hub does."""
+    if COMMIT.fullmatch(revision):
+        return
+    ref = hub_cache.folder_of(repository) / "refs" / revision
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    partial = ref.with_name(f"{ref.name}.{secrets.token_hex(4)}")
+    partial.write_text(commit, encoding="ascii")
+    partial.replace(ref)
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None
+
+
+def _notice(repository: str, count: int, size: int, info: Any, endpoint: str) -> str:
     """What a user should know before a download: how much, where to, and under which licence."""
     card = info.card_data or {}
     named = [str(card.get(key)) for key in ("license_name", "license", "license_link") if card.get(key)]
@@ -115,12 +211,12 @@ def _notice(repository: str, lacking: dict[str, int], info: Any, cache: Path, en
         named.remove("other")
     licence = f" ({', '.join(named)})" if named else ""
     return (
-        f"Downloading {repository}: {_count(lacking)}, {_gigabytes(sum(lacking.values()))}, into {cache}.\n"
+        f"Downloading {repository}: {_count(range(count))}, {_gigabytes(size)}, into {hub_cache.root()}.\n"
         f"The model has its own licence{licence}: see its model card, {endpoint}/{repository}"
     )
 
 
-def _count(files: dict[str, int]) -> str:
+def _count(files: Sequence[Any]) -> str:
     return f"{len(files)} file{'' if len(files) == 1 else 's'}"
 
 
@@ -135,42 +231,61 @@ def _check_space(cache: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, f"{_gigabytes(needed)} needed, {_gigabytes(free)} free", str(cache))
 
 
-def _explain(repository: str, error: Exception, fault: CheckpointError | None) -> HubError:
+def _explain(repository: str, revision: str | None, error: Exception, fault: CheckpointError | None) -> HubError:
     """One message and one remedy for each way in which the hub fails."""
-    from huggingface_hub import constants, errors, get_token
+    from huggingface_hub import constants, errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    page = f"{constants.ENDPOINT}/{repository}"
-    token = get_token()
     response = getattr(error, "response", None)
-    status = response.status_code if response is not None else None
-    log_in = "Log in with `hf auth login`, or set HF_TOKEN."
-    if isinstance(error, errors.GatedRepoError) and (token is None or status != 401):
-        first = "" if token else log_in + " "
-        return HubError(f"{repository} is gated.", f"{first}Accept its licence at {page}, then repeat the command.")
-    if status == 401 and token is not None:
-        source = "HF_TOKEN in the environment" if os.environ.get("HF_TOKEN") else "the token that `hf auth login` saved"
-        return HubError(f"The hub does not accept your token ({source}).", "Make a new one, or remove it.")
-    if status == 401:
-        return HubError(
-            f"There is no public repository {repository} and no such folder here.", f"If it is private: {log_in}"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return HubError(f"There is no repository {repository} and no such folder here.", f"Check the spelling: {page}")
-    if status is not None:
-        return HubError(f"The hub answered {status} for {repository}.", f"Try again later. {ELSEWHERE}")
+    if response is not None:
+        return _refused(repository, revision, error, response.status_code)
     if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
         return HubError(
             f"The disk is too full for {repository}: {error}.", "Free some space, or set HF_HOME elsewhere."
         )
-    offline = isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE
-    reason = "HF_HUB_OFFLINE is set" if offline else f"the hub does not answer ({_first_line(error)})"
+    if isinstance(error, PermissionError):
+        return HubError(f"The cache cannot be written: {error}.", "Set HF_HOME to a folder that is yours.")
     if isinstance(error, json.JSONDecodeError):
         return HubError(f"{constants.ENDPOINT} does not answer like a hub.", "Check HF_ENDPOINT, proxy and network.")
+    offline = isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE
+    reason = "HF_HUB_OFFLINE is set" if offline else f"the hub does not answer ({_first_line(error)})"
     if fault is not None:
         return HubError(f"The copy of {repository} in the cache is incomplete and {reason}. {fault.message}", REPEAT)
-    return HubError(f"{repository} is not in the cache and {reason}.", ELSEWHERE)
+    at = f" at revision {revision}" if revision else ""
+    return HubError(f"{repository} is not in the cache{at} and {reason}.", ELSEWHERE)
+
+
+def _refused(repository: str, revision: str | None, error: Exception, status: int) -> HubError:
+    """What an answer of the hub means that is not the file."""
+    from huggingface_hub import constants, errors, get_token
+
+    page = f"{constants.ENDPOINT}/{repository}"
+    token = get_token()
+    source = "HF_TOKEN in the environment" if os.environ.get("HF_TOKEN") else "the token that `hf auth login` saved"
+    if isinstance(error, errors.GatedRepoError) and (token is None or status != 401):
+        first = "" if token else LOG_IN + " "
+        return HubError(f"{repository} is gated.", f"{first}Accept its licence at {page}, then repeat the command.")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return HubError(
+            f"{repository} has no revision {revision}.", f"Its branches, tags and commits: {page}/tree/main"
+        )
+    if status == 401 and token is not None:
+        return HubError(f"The hub does not accept your token ({source}).", "Make a new one, or remove it.")
+    if status == 401:
+        return HubError(
+            f"There is no public repository {repository} and no such folder here.", f"If it is private: {LOG_IN}"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return HubError(f"There is no repository {repository} and no such folder here.", f"Check the spelling: {page}")
+    if status == 403:
+        rights = f"Your token ({source}) may lack the right to read it: see {constants.ENDPOINT}/settings/tokens"
+        return HubError(f"The hub denies access to {repository} (403).", rights if token else LOG_IN)
+    if status == 429:
+        sooner = "" if token else f" Who is logged in may ask more often: {LOG_IN}"
+        return HubError("The hub has had too many requests from here (429).", f"Wait some minutes. {REPEAT}{sooner}")
+    kept = f"Try again later: what has arrived is kept. {ELSEWHERE}"
+    return HubError(f"The hub answered {status} for {repository}.", kept)
 
 
 def _first_line(error: Exception) -> str:

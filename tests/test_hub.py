@@ -172,12 +172,12 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
     with pytest.raises(OSError, match=r"2\.0 GB needed, 0\.0 MB free") as caught:
         hub._check_space(tmp_path / "not" / "yet", 2_000_000_000)
-    error = hub._explain("org/small", caught.value, None)
+    error = hub._explain("org/small", None, caught.value, None)
     assert "disk is too full" in error.message
     assert "HF_HOME" in error.remedy
 
 
 def test_an_answer_that_is_no_hubs(tmp_path: Path) -> None:
-    error = hub._explain("org/small", json.JSONDecodeError("Expecting value", "<html>", 0), None)
+    error = hub._explain("org/small", None, json.JSONDecodeError("Expecting value", "<html>", 0), None)
     assert "does not answer like a hub" in error.message
     assert "HF_ENDPOINT" in error.remedy

@@ -1,0 +1,160 @@
+"""What the Hugging Face cache on this disk holds of a repository. No network; `huggingface_hub` only names the folder.
+
+The cache's layout is the documented one: `models--ORG--NAME/{refs,snapshots/COMMIT,blobs}`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .config import MODEL_TYPE
+from .errors import CheckpointError
+from .shards import SINGLE_FILE, verify
+
+PATTERNS = [
+    "config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "text-table.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+]
+ORIGINAL_PATTERNS = ["config.json", "model*.safetensors", "model.safetensors.index.json"]  # NVIDIA's: no tokenizer
+BASE_PATTERNS = ["config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]  # no weights
+NEEDED = ("config.json", "tokenizer.json")  # of these, what the patterns ask for must be there; weights see their index
+ORIGINAL = "nvidia/NVIDIA-NemotronLabs-VoiceChat-11B"
+PUBLISHED = {bits: f"mlx-community/NemotronLabs-VoiceChat-11B-{bits}" for bits in ("4bit", "8bit", "bf16")}
+REPEAT = "Repeat the command: what has arrived is kept."
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PARTIAL = ".partial"  # suffix of a blob that is still arriving
+ARRIVING = (PARTIAL, ".incomplete")  # the second is huggingface_hub's own
+
+
+class Held(NamedTuple):
+    """One revision of a repository in the cache. `state`: complete, partial or absent; `fault` says what is amiss."""
+
+    repository: str
+    state: str
+    bytes: int = 0
+    revision: str = ""  # the commit
+    folder: Path | None = None
+    fault: str = ""
+
+
+def root() -> Path:
+    """The cache's folder, as HF_HOME and HF_HUB_CACHE have it."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def folder_of(repository: str) -> Path:
+    """Where the cache keeps a repository, whether it does or not."""
+    return root() / f"models--{repository.replace('/', '--')}"
+
+
+def snapshot(repository: str, revision: str | None = None) -> Path | None:
+    """The folder of a branch (default: main), tag or commit, complete or not; None if the cache knows none."""
+    kept = folder_of(repository)
+    commit = revision or "main"
+    if not COMMIT.fullmatch(commit):
+        try:
+            commit = (kept / "refs" / commit).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return None
+    folder = kept / "snapshots" / commit
+    return folder if COMMIT.fullmatch(commit) and folder.is_dir() else None
+
+
+def matches(file: str, patterns: Sequence[str]) -> bool:
+    """Whether a file of a repository is one of those asked for; never one in a sub-folder."""
+    return "/" not in file and any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
+
+
+def fault(folder: Path, patterns: Sequence[str] = PATTERNS) -> CheckpointError | None:
+    """What keeps a snapshot from being complete, None if nothing does: needed files, and each shard's size."""
+    absent = [name for name in NEEDED if matches(name, patterns) and not (folder / name).is_file()]
+    if absent:
+        return CheckpointError(f"{folder} lacks {', '.join(absent)}.", REPEAT)
+    if matches(SINGLE_FILE, patterns):
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            return error
+    return None
+
+
+def layout(folder: Path) -> str:
+    """`nvidia` for the original, `runtime` for what this program loads, by config.json alone; else empty."""
+    try:
+        raw: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    if not isinstance(raw, dict):
+        return ""
+    if raw.get("model_type") is None and {"model", "data"} & raw.keys():
+        return "nvidia"
+    return "runtime" if raw.get("model_type") == MODEL_TYPE else ""
+
+
+def patterns_for(folder: Path) -> list[str]:
+    """What belongs to the checkpoint whose config.json is in `folder`."""
+    return ORIGINAL_PATTERNS if layout(folder) == "nvidia" else PATTERNS
+
+
+def held(repository: str, revision: str | None = None) -> Held:
+    """How much of a repository is here, at a revision (default: main)."""
+    folder = snapshot(repository, revision)
+    arriving = sum(_size(file) for file in _arriving(repository))
+    if folder is None:
+        return Held(repository, "partial" if arriving else "absent", arriving)
+    wrong = fault(folder, patterns_for(folder))
+    size = sum(_size(file) for file in folder.iterdir())
+    if wrong is None:
+        return Held(repository, "complete", size, folder.name, folder)
+    return Held(repository, "partial", size + arriving, folder.name, folder, wrong.message)
+
+
+def checkpoints() -> list[Held]:
+    """Every VoiceChat checkpoint of the cache, and the published ones that it lacks; each revision by itself."""
+    known = [*PUBLISHED.values(), ORIGINAL]
+    others = sorted(name for name in _repositories() if name not in known)
+    rows = []
+    for repository in [*known, *others]:
+        commits = [path.name for path in _snapshots(repository) if layout(path)]
+        rows += [held(repository, commit) for commit in commits]
+        if not commits and repository in known:
+            rows.append(held(repository))
+    return rows
+
+
+def hashes(repository_file: Path) -> str | None:
+    """The hash by which the cache knows a file: 64 digits SHA-256, 40 git's SHA-1; None for a file of no cache."""
+    blob = repository_file.resolve()
+    return blob.name if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name) else None
+
+
+def _repositories() -> Iterator[str]:
+    for path in root().glob("models--*--*"):
+        yield path.name.removeprefix("models--").replace("--", "/", 1)
+
+
+def _snapshots(repository: str) -> list[Path]:
+    return sorted(path for path in (folder_of(repository) / "snapshots").glob("*") if COMMIT.fullmatch(path.name))
+
+
+def _arriving(repository: str) -> list[Path]:
+    return [path for path in (folder_of(repository) / "blobs").glob("*") if path.suffix in ARRIVING]
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:  # a link to a blob that is gone
+        return 0
