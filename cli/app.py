@@ -16,6 +16,7 @@ from .generate import generate
 from .info import info
 from .render import Output
 from .synth import synth
+from .talk import talk
 
 app = typer.Typer(
     name="mlx-voicechat",
@@ -55,6 +56,7 @@ def root(
 
 
 app.command(cls=_OptionsOnly, short_help="Answer a recording: text on stdout, speech in a file.")(generate)
+app.command(short_help="Talk to a server.")(talk)
 app.command(short_help="Describe a model and the memory it takes.")(info)
 app.command(short_help="Measure a model on this machine.")(bench)
 app.command(short_help="Write a checkpoint of random weights.")(synth)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import shlex
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from typer import Argument, Option
@@ -17,7 +16,7 @@ from typer import Argument, Option
 from mlx_voicechat.errors import InputError, LimitError
 
 from .conversation import Interrupt, converse, cut, silence
-from .options import KeyValueCache, SpeechWeights
+from .options import KeyValueCache, SpeechWeights, extra_seconds, not_negative, positive_seconds
 from .outputs import Outputs, Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import LiveText, Output, Progress, complain, note
@@ -27,28 +26,8 @@ if TYPE_CHECKING:
     from mlx_voicechat.speech_weights import Choice
 
 DEFAULT_MODEL = "mlx-community/NemotronLabs-VoiceChat-11B-4bit"
-MAX_EXTRA_SECONDS = 600
-MAX_LIMIT_SECONDS = 1e9  # a number of samples beyond it is none
 COMPILE_WORTH_SECONDS = 120.0  # on a CPU the first compilation takes tens of seconds, a frame then 0.6 of the time
 INTERRUPTED = 130  # exit code of a program ended by Ctrl-C
-
-
-def _seconds(value: float | None) -> float | None:
-    if value is not None and not 0 < value <= MAX_LIMIT_SECONDS:
-        raise typer.BadParameter(f"{value:g} is not a number above 0 and up to {MAX_LIMIT_SECONDS:g}.")
-    return value
-
-
-def _extra_seconds(value: float) -> float:
-    if not 0 <= value <= MAX_EXTRA_SECONDS:
-        raise typer.BadParameter(f"{value:g} is not a number from 0 to {MAX_EXTRA_SECONDS}.")
-    return value
-
-
-def _not_negative(value: Any) -> Any:
-    if value is not None and not 0 <= value < math.inf:
-        raise typer.BadParameter(f"{value} is not a number of at least 0.")
-    return value
 
 
 def _no_argument(value: str | None) -> None:
@@ -77,23 +56,23 @@ def generate(
     ] = None,
     extra_decoding_seconds: Annotated[
         float,
-        Option(metavar="SECONDS", callback=_extra_seconds, help="Silence added, so that answers can end: 0 to 600."),
+        Option(metavar="SECONDS", callback=extra_seconds, help="Silence added, so that answers can end: 0 to 600."),
     ] = 3.0,
     seed: Annotated[
-        int, Option(metavar="N", callback=_not_negative, help="Of the speech's noise: same seed, same bytes.")
+        int, Option(metavar="N", callback=not_negative, help="Of the speech's noise: same seed, same bytes.")
     ] = 0,
     voice: Annotated[str | None, Option(metavar="NAME", help="One of the model's voices, if it has several.")] = None,
     guidance_scale: Annotated[
         float | None,
-        Option(metavar="X", callback=_not_negative, help="How closely speech follows text; else the model's."),
+        Option(metavar="X", callback=not_negative, help="How closely speech follows text; else the model's."),
     ] = None,
     max_seconds: Annotated[
-        float, Option(metavar="SECONDS", callback=_seconds, help="Refuse a longer recording at once.")
+        float, Option(metavar="SECONDS", callback=positive_seconds, help="Refuse a longer recording at once.")
     ] = 3600.0,
     stream: Annotated[bool, Option("--stream", help="Run frame by frame, print as it speaks.")] = False,
     max_streaming_seconds: Annotated[
         float | None,
-        Option(metavar="SECONDS", callback=_seconds, help="Stop, with an error, after so much."),
+        Option(metavar="SECONDS", callback=positive_seconds, help="Stop, with an error, after so much."),
     ] = None,
     profile: Annotated[bool, Option("--profile", help="Frame times by stage as JSON on stderr.")] = False,
     profile_json: Annotated[Path | None, Option(metavar="FILE", help="Write them to a file instead.")] = None,

@@ -1,12 +1,38 @@
-"""Options that several commands share."""
+"""Options that several commands share, and checks of their values."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from typing import Annotated, Any
 
+import typer
 from typer import Option
+
+MAX_EXTRA_SECONDS = 600
+MAX_LIMIT_SECONDS = 1e9  # a number of samples beyond it is none
 
 SpeechWeights = Annotated[
     str | None, Option(metavar="f32|q8", show_default=False, help="How speech weights are held; else by memory.")
 ]
 KeyValueCache = Annotated[str, Option(metavar="f32|bf16", help="How the speech generator's keys and values are held.")]
+
+
+def positive_seconds(value: float | None) -> float | None:
+    """Check an option: more than 0 seconds."""
+    if value is not None and not 0 < value <= MAX_LIMIT_SECONDS:
+        raise typer.BadParameter(f"{value:g} is not a number above 0 and up to {MAX_LIMIT_SECONDS:g}.")
+    return value
+
+
+def extra_seconds(value: float) -> float:
+    """Check an option: seconds of silence to add."""
+    if not 0 <= value <= MAX_EXTRA_SECONDS:
+        raise typer.BadParameter(f"{value:g} is not a number from 0 to {MAX_EXTRA_SECONDS}.")
+    return value
+
+
+def not_negative(value: Any) -> Any:
+    """Check an option: a finite number of at least 0."""
+    if value is not None and not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{value} is not a number of at least 0.")
+    return value

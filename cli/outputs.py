@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_voicechat.errors import InputError, VoiceChatError
 
@@ -23,7 +23,19 @@ if TYPE_CHECKING:
 
     from mlx_voicechat import Event
     from mlx_voicechat.audio import Resampler, WavWriter
-    from mlx_voicechat.config import ModelConfig
+
+
+class Timeline(Protocol):
+    """What the files need to know of a model, or of a server."""
+
+    @property
+    def input_rate_hz(self) -> int: ...
+
+    @property
+    def output_rate_hz(self) -> int: ...
+
+    @property
+    def frame_seconds(self) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +57,14 @@ class Targets:
             option = "--" + field.name.replace("_", "-")
             yield FRAMES_VARIABLE if field.name == "profile_frames" else option, getattr(self, field.name)
 
-    def check(self, recording: str) -> None:
-        """Raise InputError or AudioError if one cannot be written, or is the recording, or is asked for twice."""
+    def check(self, recording: str, named: str = "--audio") -> None:
+        """Raise InputError or AudioError if one cannot be written, or is the recording, or is asked for twice.
+
+        `named` is the recording's own option.
+        """
         from mlx_voicechat.audio import WavWriter
 
-        taken = {} if recording == "-" else {os.path.realpath(recording): "--audio"}
+        taken = {} if recording == "-" else {os.path.realpath(recording): named}
         for option, path in self.named():
             if path is None:
                 continue
@@ -198,7 +213,7 @@ class BothSides:
 class Outputs:
     """The files of one conversation, open; `files` puts them in place, or drops them when its block raised."""
 
-    def __init__(self, files: ExitStack, targets: Targets, config: ModelConfig) -> None:
+    def __init__(self, files: ExitStack, targets: Targets, config: Timeline) -> None:
         from mlx_voicechat.audio import Resampler, WavWriter
 
         rate_hz = config.output_rate_hz

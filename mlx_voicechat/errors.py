@@ -62,3 +62,14 @@ class SessionClosedError(VoiceChatError):
 
     code = "session_closed"
     exit_code = 1
+
+
+class ServerError(VoiceChatError):
+    """A server that cannot be reached, refuses, or ends a conversation early; `code` may be the server's own."""
+
+    code = "server_error"
+    exit_code = 1
+
+    def __init__(self, message: str, remedy: str = "", code: str = "") -> None:
+        super().__init__(message, remedy)
+        self.code = code or type(self).code
