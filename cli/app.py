@@ -12,6 +12,8 @@ import typer
 from typer.core import TyperCommand
 
 from .bench import bench
+from .doctor import doctor
+from .download import download
 from .generate import generate
 from .info import info
 from .render import Output
@@ -58,5 +60,7 @@ def root(
 app.command(cls=_OptionsOnly, short_help="Answer a recording: text on stdout, speech in a file.")(generate)
 app.command(short_help="Talk to a server.")(talk)
 app.command(short_help="Describe a model and the memory it takes.")(info)
+app.command(short_help="Fetch a model ahead of its first use.")(download)
+app.command(short_help="Look whether this machine can run the model.")(doctor)
 app.command(short_help="Measure a model on this machine.")(bench)
 app.command(short_help="Write a checkpoint of random weights.")(synth)

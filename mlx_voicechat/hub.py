@@ -24,7 +24,16 @@ from .errors import CheckpointError, HubError, InputError
 from .hub_cache import BASE_PATTERNS, COMMIT, NEEDED, ORIGINAL_PATTERNS, PARTIAL, PATTERNS, REPEAT, matches
 from .shards import SINGLE_FILE
 
-__all__ = ["BASE_PATTERNS", "ORIGINAL_PATTERNS", "PATTERNS", "fetch", "is_repository_id", "locate", "sha256"]
+__all__ = [
+    "BASE_PATTERNS",
+    "ORIGINAL_PATTERNS",
+    "PATTERNS",
+    "fetch",
+    "gigabytes",
+    "is_repository_id",
+    "locate",
+    "sha256",
+]
 
 WEIGHTS = ("model*.safetensors",)
 REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -79,13 +88,19 @@ def fetch(
     return folder
 
 
-def sha256(file: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
+def sha256(file: Path, progress: Callable[[int], Any] = lambda _: None) -> str:
+    """The SHA-256 of a file, in hexadecimal digits; `progress` gets the bytes of each step."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(READ_BYTES):
             digest.update(block)
+            progress(len(block))
     return digest.hexdigest()
+
+
+def gigabytes(size: int) -> str:
+    """Bytes for a person to read."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def _download(
@@ -211,7 +226,7 @@ def _notice(repository: str, count: int, size: int, info: Any, endpoint: str) ->
         named.remove("other")
     licence = f" ({', '.join(named)})" if named else ""
     return (
-        f"Downloading {repository}: {_count(range(count))}, {_gigabytes(size)}, into {hub_cache.root()}.\n"
+        f"Downloading {repository}: {_count(range(count))}, {gigabytes(size)}, into {hub_cache.root()}.\n"
         f"The model has its own licence{licence}: see its model card, {endpoint}/{repository}"
     )
 
@@ -220,15 +235,11 @@ def _count(files: Sequence[Any]) -> str:
     return f"{len(files)} file{'' if len(files) == 1 else 's'}"
 
 
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-
-
 def _check_space(cache: Path, needed: int) -> None:
     there = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
-        raise OSError(errno.ENOSPC, f"{_gigabytes(needed)} needed, {_gigabytes(free)} free", str(cache))
+        raise OSError(errno.ENOSPC, f"{gigabytes(needed)} needed, {gigabytes(free)} free", str(cache))
 
 
 def _explain(repository: str, revision: str | None, error: Exception, fault: CheckpointError | None) -> HubError:

@@ -30,6 +30,7 @@ BASE_PATTERNS = ["config.json", "tokenizer.json", "tokenizer_config.json", "spec
 NEEDED = ("config.json", "tokenizer.json")  # of these, what the patterns ask for must be there; weights see their index
 ORIGINAL = "nvidia/NVIDIA-NemotronLabs-VoiceChat-11B"
 PUBLISHED = {bits: f"mlx-community/NemotronLabs-VoiceChat-11B-{bits}" for bits in ("4bit", "8bit", "bf16")}
+DOWNLOAD_BYTES = {"4bit": 9_200_000_000, "8bit": 13_900_000_000, "bf16": 22_200_000_000}  # spec: checkpoint.md
 REPEAT = "Repeat the command: what has arrived is kept."
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PARTIAL = ".partial"  # suffix of a blob that is still arriving

@@ -1,0 +1,57 @@
+"""`mlx-voicechat doctor`: whether this machine can run the model, and what to do if not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Option
+
+from .render import Output
+
+if TYPE_CHECKING:
+    from mlx_voicechat.diagnosis import Check, Facts
+
+LEVEL_WIDTH, NAME_WIDTH = 9, 14
+
+
+def doctor(
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object, not text.")] = False,
+) -> None:
+    """Look at this machine: Python, MLX, memory, disk, the checkpoints at hand, the microphone library.
+
+    Each line is ok, a warning, or what would stop a run; in that case the exit code is 1.
+    """
+    from mlx_voicechat.diagnosis import STOP, diagnose, probe
+
+    facts = probe()
+    checks = diagnose(facts)
+    Output().write(json.dumps(report(facts, checks), ensure_ascii=False) + "\n" if as_json else text(checks))
+    if any(check.level == STOP for check in checks):
+        raise typer.Exit(1)
+
+
+def report(facts: Facts, checks: Sequence[Check]) -> dict[str, Any]:
+    """What `--json` prints: the findings and the facts behind them."""
+    from mlx_voicechat.diagnosis import STOP
+
+    found = {entry.name: getattr(facts, entry.name) for entry in dataclasses.fields(facts)}
+    held = {name: each._asdict() | {"folder": str(each.folder or "")} for name, each in facts.held.items()}
+    runs = all(check.level != STOP for check in checks)
+    return {"runs": runs, "checks": [check._asdict() for check in checks], "facts": found | {"held": held}}
+
+
+def text(checks: Sequence[Check]) -> str:
+    """The findings for a person to read, a line each."""
+    from mlx_voicechat.diagnosis import STOP
+
+    lines = []
+    for check in checks:
+        remedy = f". {check.remedy}" if check.remedy else ""
+        lines.append(f"{check.level:<{LEVEL_WIDTH}}{check.name:<{NAME_WIDTH}}{check.text}{remedy}")
+    stopping = [check.name for check in checks if check.level == STOP]
+    lines.append(f"Would stop a run: {', '.join(stopping)}." if stopping else "Nothing would stop a run.")
+    return "\n".join(lines) + "\n"
