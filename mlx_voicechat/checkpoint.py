@@ -89,7 +89,7 @@ def load_parameters(folder: Path, config: ModelConfig, tokenizer: Tokenizer | No
     """
     stored = verify(folder)
     torch_layout = stored_format(folder) == 0
-    _check_tokenizer(tokenizer or Tokenizer(folder), folder, config)
+    check_tokenizer(tokenizer or Tokenizer(folder), folder, config)
     weights: dict[str, mx.array] = {}
     for file in sorted({entry.file for entry in stored.values()}):
         weights |= _read(folder / file)
@@ -238,7 +238,8 @@ def voice(parameters: Mapping[str, mx.array], name: str, config: ModelConfig) ->
     return latents
 
 
-def _check_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:
+def check_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:
+    """Raise CheckpointError unless the tokenizer in `folder` has as many tokens as the heads."""
     size = tokenizer.vocab_size
     if size != config.llm.vocab_size:
         raise CheckpointError(

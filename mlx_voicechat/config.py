@@ -342,6 +342,11 @@ class _Reader:
 
 def read_config(folder: Path) -> ModelConfig:
     """Read `folder/config.json`; raises CheckpointError that lists everything missing or at odds."""
+    return parse_config(read_json(folder), str(folder / "config.json"))
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """`folder/config.json` as it stands; raises CheckpointError when it is absent, broken or no JSON object."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -351,7 +356,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} is not a JSON object.")
-    return parse_config(raw, str(path))
+    return raw
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -372,7 +377,8 @@ def _check_kind(raw: Mapping[str, Any], where: str) -> None:
     if kind is None and {"model", "data"} & raw.keys():
         raise CheckpointError(
             f"{where} is NVIDIA's original layout, which does not load directly.",
-            "Use for example mlx-community/NemotronLabs-VoiceChat-11B-4bit.",
+            f"Convert it: `mlx-voicechat convert --source {Path(where).parent} --output FOLDER --plan 8bit`; "
+            "or use for example mlx-community/NemotronLabs-VoiceChat-11B-4bit.",
         )
     if kind != MODEL_TYPE:
         raise CheckpointError(

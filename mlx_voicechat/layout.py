@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TypeVar
 
 import mlx.core as mx
+import numpy as np
+
+Array = TypeVar("Array", mx.array, np.ndarray)
 
 # Tensors that no network reads at run time: codec variances, featurizer buffers, the speaker projection.
 UNUSED = re.compile(r"(\._variance_list\.|preprocessor\.featurizer\.|audio_prompt_projection_W$|num_batches_tracked$)")
@@ -40,11 +44,19 @@ def is_unused(name: str) -> bool:
     return UNUSED.search(name) is not None
 
 
-def to_mlx_layout(name: str, tensor: mx.array) -> mx.array:
-    """One PyTorch tensor in MLX's axis order: channels last in convolution kernels, pointwise ones as matrices."""
+def mixes_rows(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether re-laying a PyTorch tensor moves its first axis: a transposed convolution, which is no work by rows."""
+    return CODEC_TRANSPOSED.search(name) is not None and len(shape) == 3 and shape[-1] > 1
+
+
+def to_mlx_layout(name: str, tensor: Array) -> Array:
+    """One PyTorch tensor in MLX's axis order: channels last in convolution kernels, pointwise ones as matrices.
+
+    Of MLX or numpy; unless `mixes_rows`, a block of rows gives those rows.
+    """
     if not name.endswith(".weight"):
         return tensor
-    if CODEC_TRANSPOSED.search(name) and tensor.ndim == 3 and tensor.shape[-1] > 1:
+    if mixes_rows(name, tensor.shape):
         return tensor.transpose(1, 2, 0)  # (in, out, k) -> (out, k, in)
     if tensor.ndim > 2 and all(size == 1 for size in tensor.shape[2:]):
         return tensor.reshape(tensor.shape[:2])  # pointwise: a matrix (out, in)

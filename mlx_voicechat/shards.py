@@ -83,6 +83,11 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and type of each tensor of one file, whose size must be what its header says."""
+    return {name: entry[:2] for name, entry in places(path).items()}
+
+
+def places(path: Path) -> dict[str, tuple[tuple[int, ...], str, int]]:
+    """Shape, type and first byte in the file of each tensor, checked like `header`."""
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:
@@ -102,7 +107,10 @@ def header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         entries: dict[str, Any] = json.loads(text)
         entries.pop("__metadata__", None)
         end = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        tensors = {name: (tuple(entry["shape"]), str(entry["dtype"])) for name, entry in entries.items()}
+        tensors = {
+            name: (tuple(entry["shape"]), str(entry["dtype"]), start + entry["data_offsets"][0])
+            for name, entry in entries.items()
+        }
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise CheckpointError(f"{path} is not a safetensors file: its header cannot be read.", GET_AGAIN) from None
     if size < end:

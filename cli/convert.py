@@ -1,0 +1,90 @@
+"""`mlx-voicechat convert`: a checkpoint in another precision; NVIDIA's original into one that loads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+from .render import Output, complain, note
+
+PLANS = "f32, bf16, 8bit, 6bit, 5bit, 4bit, mixed-5, mixed-4, mxfp8, mxfp4"
+
+
+def convert(
+    source: Annotated[
+        str, Option("--source", "-s", metavar="SOURCE", help="A folder or a Hub repository, in any of the layouts.")
+    ],
+    output: Annotated[Path, Option("--output", "-o", metavar="DIR", help="Folder to write: new, or empty.")],
+    plan: Annotated[
+        str, Option(metavar="PLAN", help=f"{PLANS}; or a .toml file of rules.", show_default=True)
+    ] = "bf16",
+    tokenizer: Annotated[
+        str | None,
+        Option(
+            metavar="SOURCE",
+            show_default=False,
+            help="The base LLM's config and tokenizer, for an original: nvidia/NVIDIA-Nemotron-Nano-9B-v2 if absent.",
+        ),
+    ] = None,
+    revision: Annotated[str | None, Option(metavar="REV", help="Branch, tag or commit of the source.")] = None,
+    tokenizer_revision: Annotated[str | None, Option(metavar="REV", help="The same of the tokenizer.")] = None,
+    verify: Annotated[
+        bool, Option("--verify", help="Then compare every tensor and a short conversation with the source.")
+    ] = False,
+    audio: Annotated[
+        Path | None,
+        Option(metavar="FILE", show_default=False, help="Recording for --verify; the packaged question if absent."),
+    ] = None,
+) -> None:
+    """Convert a checkpoint: NVIDIA's original into one that loads, or any other into another precision.
+
+    What it will take is said first. The folder appears whole or not at all.
+    """
+    if audio is not None and not verify:
+        raise typer.BadParameter("--audio is for --verify, which was not asked for.")
+
+    from mlx_voicechat.convert import conversion, plans, writer
+    from mlx_voicechat.convert.source import open_source
+
+    chosen, target = plans.find(plan), writer.check_target(output)
+    samples = None
+    if verify:
+        from mlx_voicechat.convert import agreement
+
+        samples = agreement.recording(audio)
+    with open_source(source, tokenizer, revision, tokenizer_revision, note) as opened:
+        job = conversion.prepare(opened, chosen)
+        for line in job.describe(target):
+            complain(line)
+        with _progress("converting") as progress:
+            conversion.run(job, target, progress)
+        if samples is not None:
+            from mlx_voicechat.convert.verify import verify_tensors
+
+            with _progress("comparing") as progress:
+                complain(verify_tensors(job, target, progress))
+            complain(agreement.compare(opened, target, samples, note))
+    Output().write(f"{target}\n")
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], Any]]:
+    """A bar of bytes, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=what, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show

@@ -1,0 +1,260 @@
+"""One conversion: plan, announce, check the disk, stream every tensor into a new folder, put it in place."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_voicechat import checkpoint, text_table
+from mlx_voicechat.config import ModelConfig, parse_config
+from mlx_voicechat.ear_tts import EarTts
+from mlx_voicechat.errors import InputError
+from mlx_voicechat.hub import BASE_PATTERNS
+from mlx_voicechat.text import Tokenizer, character_table
+
+from . import card, writer
+from .plans import Plan, Quantised, Setting
+from .source import BLOCK_BYTES, Block, Source, Tensor
+from .writer import Entry
+
+CONVERSION_KEY = "mlx_voicechat_conversion"  # in config.json: where the checkpoint comes from, and how
+LAYOUT_NAMES = {"nvidia": "NVIDIA's original", "mlx-community": "mlx-community layout", "ours": "mlx-voicechat format"}
+WORKING_COPIES = 6  # of a block: read, re-laid, in MLX, rounded, packed, and MLX's own scratch
+TTS_PREFIX = "tts_model.tts_model."
+TEXT_PARTS = ("embed_subword.", "gated_fusion_audio_text.")  # of the TTS: what the text table is made of
+TOKENIZER_FILES = [name for name in BASE_PATTERNS if name != "config.json"]
+
+Progress = Callable[[int, int], Any]  # bytes written, of how many
+
+
+class Output(NamedTuple):
+    """A tensor, how it is stored, and the entries that it becomes."""
+
+    tensor: Tensor
+    setting: Setting
+    entries: tuple[Entry, ...]
+
+    @property
+    def copied(self) -> bool:
+        """Whether packed integers go over as they are."""
+        return self.tensor.quantised is not None and self.setting in ("keep", self.tensor.quantised)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be written, before anything is."""
+
+    source: Source
+    plan: Plan
+    outputs: list[Output]
+    shards: list[list[Entry]]
+
+    @property
+    def bytes(self) -> int:
+        """Expected size of the checkpoint: tensors and text table."""
+        config = self.source.config
+        table = config.llm.vocab_size * config.tts.hidden_size * 4
+        return sum(entry.bytes for shard in self.shards for entry in shard) + table
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory beyond the program's own: blocks of rows, the few tensors read whole, or the text table twice."""
+        mixed = [math.prod(t.shape) * 4 for t in self.source.tensors.values() if self.source.read_whole(t)]
+        tts = self.source.config
+        table = 2 * tts.llm.vocab_size * tts.tts.hidden_size * 4
+        characters = [math.prod(t.shape) * 4 for n, t in self.source.tensors.items() if "embed_subword." in n]
+        return max(WORKING_COPIES * max([BLOCK_BYTES, *mixed]), table + sum(characters))
+
+    def quantisation(self) -> dict[str, Any]:
+        """For config.json: each quantised layer's settings, those of most layers on top; empty when there are none."""
+        layers = {}
+        for output in self.outputs:
+            settings = output.tensor.quantised if output.copied else output.setting
+            if isinstance(settings, Quantised):
+                layers[output.tensor.name.removesuffix(".weight")] = settings.entry()
+        if not layers:
+            return {}
+        entries = list(layers.values())
+        return max(entries, key=entries.count) | layers
+
+    def describe(self, target: Path) -> list[str]:
+        """What a user should know before the work."""
+        source, count = self.source, len(self.source.tensors)
+        held = sum(part.bytes for tensor in source.tensors.values() for part in tensor.parts.values())
+        rules = "; ".join(f"{text} {setting}" for text, setting in self.plan.described().items())
+        return [
+            f"source: {source.name}, {LAYOUT_NAMES[source.layout]}, {count:,} tensors, {size(held)}",
+            f"plan: {self.plan.name} ({rules}; all else bf16)",
+            f"output: {target}, about {size(self.bytes)} in {len(self.shards)} weight files",
+            f"disk: {size(self.bytes)} needed, {size(shutil.disk_usage(target.parent).free)} free; "
+            f"memory: at most about {size(self.peak_bytes)}",
+        ]
+
+
+def size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def prepare(source: Source, plan: Plan) -> Job:
+    """Decide how every tensor is stored; raises InputError for a plan that does not fit the model."""
+    settings = plan.settings({name: tensor.facts for name, tensor in source.tensors.items()})
+    outputs = [_output(tensor, settings[name]) for name, tensor in source.tensors.items()]
+    return Job(source, plan, outputs, writer.shards([output.entries for output in outputs]))
+
+
+def _output(tensor: Tensor, setting: Setting) -> Output:
+    module = tensor.name.removesuffix(".weight")
+    if tensor.quantised is not None and setting in ("keep", tensor.quantised):
+        entries = [Entry(f"{module}.{part}", stored.dtype, stored.shape) for part, stored in tensor.parts.items()]
+    elif isinstance(setting, Quantised):
+        rows, inputs = tensor.shape
+        widths = {"weight": inputs * setting.bits // 32}
+        entries = [
+            Entry(f"{module}.{part}", dtype, (rows, widths.get(part, inputs // setting.group_size)))
+            for part, dtype in setting.types
+        ]
+    else:
+        entries = [Entry(tensor.name, float_type(tensor, setting), tensor.shape)]
+    return Output(tensor, setting, tuple(entries))
+
+
+def float_type(tensor: Tensor, setting: Setting) -> str:
+    """The safetensors type of a tensor that is not quantised."""
+    if tensor.facts.integer:
+        return tensor.dtype
+    if setting == "keep":
+        return "F32" if tensor.dtype == "F64" else tensor.dtype
+    return "F32" if setting == "f32" else "BF16"
+
+
+def run(job: Job, target: Path, progress: Progress = lambda done, total: None) -> None:
+    """Write the checkpoint. Raises InputError (no space) and VoiceChatError (the disk); then nothing is left."""
+    free = shutil.disk_usage(target.parent).free
+    if job.bytes > free:
+        raise InputError(f"{target} needs {size(job.bytes)}, the disk has {size(free)}.", "Free some space.")
+    source = job.source
+    raw = configuration(job)
+    config = parse_config(raw)
+    with writer.folder(target) as folder:
+        writer.write_json(folder / "config.json", raw)
+        for name in TOKENIZER_FILES:
+            if (source.tokenizer_folder / name).is_file():
+                writer.write_file(folder / name, (source.tokenizer_folder / name).read_bytes())
+        writer.write_file(folder / "README.md", card.model_card(source, job.plan, raw[CONVERSION_KEY]).encode())
+        _write_shards(job, folder, progress)
+        _write_text_table(folder, config, source)
+
+
+def configuration(job: Job) -> dict[str, Any]:
+    """The `config.json` of the output."""
+    source = job.source
+    facts: dict[str, Any] = {
+        "program": f"mlx-voicechat {metadata.version('mlx-voicechat')}",
+        "plan": job.plan.name,
+        "rules": job.plan.described(),
+        "source": source.name,
+        "source_layout": source.layout,
+        "source_revision": source.revision,
+        "tokenizer": source.tokenizer_name,
+        "tokenizer_revision": source.tokenizer_revision,
+    }
+    if CONVERSION_KEY in source.raw:
+        facts["source_conversion"] = source.raw[CONVERSION_KEY]
+    raw = {key: value for key, value in source.raw.items() if key not in ("quantization", "quantization_config")}
+    raw[checkpoint.FORMAT_KEY] = checkpoint.FORMAT_VERSION
+    raw[CONVERSION_KEY] = facts
+    quantisation = job.quantisation()
+    return raw | ({"quantization": quantisation} if quantisation else {})
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+def _write_shards(job: Job, folder: Path, progress: Progress) -> None:
+    total = sum(entry.bytes for shard in job.shards for entry in shard)
+    outputs = iter(job.outputs)
+    done = 0
+    progress(0, total)
+    for number, shard in enumerate(job.shards, 1):
+        beginning, starts = writer.header(shard, {"format": "mlx"})
+        with writer.File(folder / writer.shard_name(number, len(job.shards))) as file:
+            file.write(beginning)
+            left = len(shard)
+            while left:
+                output = next(outputs)
+                for entry, block in encoded(job.source, output):
+                    data = _bytes(block.array)
+                    file.write(data, starts[entry.name] + block.row * _row_bytes(entry))
+                    done += len(data)
+                    progress(done, total)
+                left -= len(output.entries)
+    writer.write_index(folder, job.shards)
+
+
+def encoded(source: Source, output: Output) -> Iterator[tuple[Entry, Block]]:
+    """Blocks of rows of each entry, in the type it is stored in."""
+    name, setting = output.tensor.name, output.setting
+    if output.copied:
+        for entry, part in zip(output.entries, output.tensor.parts, strict=True):
+            for block in source.stored(name, part):
+                yield entry, block
+    elif isinstance(setting, Quantised):
+        for block in source.blocks(name):
+            packed = mx.quantize(block.array.astype(mx.bfloat16), **setting.arguments())
+            for entry, array in zip(output.entries, packed, strict=True):
+                yield entry, Block(block.row, array)
+    else:
+        (entry,) = output.entries
+        dtype = MLX_TYPES.get(entry.dtype)
+        for block in source.blocks(name):
+            yield entry, block if dtype is None else Block(block.row, block.array.astype(dtype))
+
+
+MLX_TYPES = {"F32": mx.float32, "BF16": mx.bfloat16, "F16": mx.float16}
+
+
+def _row_bytes(entry: Entry) -> int:
+    return entry.bytes // entry.shape[0] if entry.shape and entry.shape[0] else 0
+
+
+def _bytes(array: mx.array) -> memoryview:
+    if array.ndim == 0:
+        array = array.reshape(1)
+    data: Any = mx.contiguous(array).reshape(-1).view(mx.uint8)
+    return memoryview(data)
+
+
+# -- the text table -------------------------------------------------------------------------------------------------
+
+
+def _write_text_table(folder: Path, config: ModelConfig, source: Source) -> None:
+    """The table that `load` would make of what was just written; that of the source where it is the same."""
+    tts = text_side(folder, config, source.tokenizer)
+    characters = character_table(source.tokenizer)
+    fingerprint, shape = text_table.fingerprint_of(tts, config.tts.characters, characters)
+    table = text_table.read(source.folder / text_table.OWN_FILE, fingerprint, shape)
+    if table is None:
+        fusion = tts.gated_fusion_audio_text
+        fusion.prepare()
+        table = text_table.fast(tts, lambda: tts.embed_subword.table(characters, fusion.text))
+    entry = Entry(text_table.TENSOR, "F32", shape)
+    beginning, starts = writer.header([entry], text_table.facts(fingerprint))
+    with writer.File(folder / text_table.OWN_FILE) as file:
+        file.write(beginning)
+        file.write(_bytes(table), starts[entry.name])
+
+
+def text_side(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> EarTts:
+    """A TTS of which only the parts that the text table is made of have their weights."""
+    parameters = checkpoint.load_parameters(folder, config, tokenizer)
+    tts = EarTts(config.tts, config.llm.vocab_size)
+    paths = {path.removeprefix(TTS_PREFIX): array for path, array in parameters.items()}
+    tts.load_weights([(path, array) for path, array in paths.items() if path.startswith(TEXT_PARTS)], strict=False)
+    return tts
