@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 
 ANNOUNCED_SECONDS = (60, 600)  # lengths of conversation to tell the memory for
 NAME_WIDTH = 22
+SHA256_DIGITS = 64
+CONVERSION_KEY = "mlx_voicechat_conversion"  # in config.json, as `convert` writes it
 
 
 def info(
@@ -35,25 +41,39 @@ def info(
         ),
     ] = DEFAULT_MODEL,
     speech_weights: SpeechWeights = None,
+    with_hashes: Annotated[
+        bool, Option("--hash", help="SHA-256 of every file too, compared with what the Hub cache knows.")
+    ] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not text.")] = False,
 ) -> None:
     """Describe a model: its format and sizes, the memory it will take, and what this machine has.
 
-    Reads configuration and file headers only; downloads nothing.
+    Reads configuration and file headers only, with --hash whole files; downloads nothing.
     """
     facts = describe(model, speech_weights)
+    if with_hashes:
+        facts["hashes"] = hashes(Path(facts["folder"]))
     Output().write(json.dumps(facts, ensure_ascii=False) + "\n" if as_json else text(facts))
     if facts["warning"]:
         note(facts["warning"])
+    damaged = [name for name, found in facts.get("hashes", {}).items() if found["as_fetched"] is False]
+    if damaged:
+        raise CheckpointError(
+            f"{', '.join(damaged)}: not what was fetched.",
+            "Remove it, and fetch it again with `mlx-voicechat download`.",
+        )
 
 
 def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
     """Everything `info` tells. Raises CheckpointError and, for an unknown `speech_weights`, InputError."""
-    from mlx_voicechat import checkpoint, memory
+    from mlx_voicechat import checkpoint, composition, hub_cache, memory
     from mlx_voicechat.config import read_config
-    from mlx_voicechat.shards import files, verify
+    from mlx_voicechat.shards import verify
 
     folder = _folder(model)
+    facts = {"model": model, "folder": str(folder.resolve())}
+    if hub_cache.layout(folder) == "nvidia":
+        return facts | _original(folder)
     config, stored = read_config(folder), verify(folder)
     version = checkpoint.stored_format(folder)
     plan = memory.speech_plan(config, stored, speech_weights)
@@ -62,47 +82,116 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
     first = announced[ANNOUNCED_SECONDS[0]]
     have = memory.machine()
     warning = memory.shortfall(config, stored, have, plan)
-    voices = sorted(name.removeprefix(checkpoint.VOICE_PREFIX) for name in stored if checkpoint.VOICE_PREFIX in name)
     return {
-        "model": model,
-        "folder": str(folder.resolve()),
+        **facts,
         "kind": config.demonstration or ("random weights" if config.synthetic else ""),
         "format": f"mlx-voicechat {version}" if version else "mlx-community",
+        "conversion": _raw(folder).get(CONVERSION_KEY) or {},
         "quantization": quantization(config),
-        "types": types(stored),
+        **_stored(folder, stored, config.quantization),
         "speech_weights": "q8" if plan else "f32",
-        "files": len(files(folder)),
-        "stored_bytes": sum((folder / name).stat().st_size for name in files(folder)),
         "sizes": sizes(config),
-        "voices": voices,
         "speaker": config.speaker,
         "default_system_prompt": config.default_system_prompt,
         "resident_bytes": first.weights | {"text_table": first.text_table, "other": first.constants},
         "loaded_bytes": first.loaded,
         "announced_bytes": {str(seconds): each.total for seconds, each in announced.items()},
+        "longest": composition.longest(config, stored, first, have.available)._asdict(),
         "machine": {"memory_bytes": have.total, "available_bytes": have.available},
         "fits": warning is None,
         "warning": warning,
     }
 
 
+def _original(folder: Path) -> dict[str, Any]:
+    """What can be told of NVIDIA's original."""
+    from mlx_voicechat.shards import verify
+
+    model = _raw(folder).get("model")
+    speaker = model.get("inference_speaker_name") if isinstance(model, dict) else None
+    return {
+        "kind": "",
+        "format": "NVIDIA's original",
+        **_stored(folder, verify(folder), {}),
+        "speaker": speaker or "",
+        "fits": False,
+        "warning": "NVIDIA's original does not load, it is to be converted: "
+        f"mlx-voicechat convert --source {shlex.quote(str(folder))} --output FOLDER",
+    }
+
+
+def _stored(folder: Path, stored: Mapping[str, Stored], quantised: Mapping[str, Any]) -> dict[str, Any]:
+    """What the files hold."""
+    from mlx_voicechat import checkpoint, composition
+    from mlx_voicechat.shards import files
+
+    networks = composition.composition(stored, quantised)
+    return {
+        "files": len(files(folder)),
+        "stored_bytes": sum((folder / name).stat().st_size for name in files(folder)),
+        "tensors": len(stored),
+        "types": types(stored),
+        "networks": {
+            name: {precision: part._asdict() for precision, part in parts.items()} for name, parts in networks.items()
+        },
+        "voices": sorted(n.removeprefix(checkpoint.VOICE_PREFIX) for n in stored if checkpoint.VOICE_PREFIX in n),
+    }
+
+
+def _raw(folder: Path) -> dict[str, Any]:
+    """config.json as it stands; a config that cannot be read is reported by those who read it before."""
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return raw if isinstance(raw, dict) else {}
+
+
+def hashes(folder: Path) -> dict[str, dict[str, Any]]:
+    """SHA-256 of each file, and whether it is what was fetched: None for a file that the Hub cache does not know."""
+    from mlx_voicechat.hub import sha256
+    from mlx_voicechat.hub_cache import known_hash
+
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    found = {}
+    with _progress(sum(path.stat().st_size for path in files)) as progress:
+        for path in files:
+            known, digest = known_hash(path), sha256(path, progress)
+            same = None if known is None else known == (digest if len(known) == SHA256_DIGITS else git_hash(path))
+            found[path.name] = {"sha256": digest, "as_fetched": same}
+    return found
+
+
+def git_hash(path: Path) -> str:
+    """Git's SHA-1 of a file, by which the Hub knows small ones."""
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], Any]]:
+    """A bar of bytes, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True, leave=False) as bar:
+        yield bar.update
+
+
 def _folder(model: str) -> Path:
     """Where the checkpoint is; a Hub repository must have been fetched."""
-    from mlx_voicechat import checkpoint, hub
+    from mlx_voicechat import checkpoint, hub, hub_cache
 
     if model == checkpoint.DEMONSTRATION or os.path.isdir(os.path.expanduser(model)):
         return checkpoint.find(model)
     if not hub.is_repository_id(model):
         return checkpoint.find(model)  # which says what is wrong with it
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(model, "config.json")
-    if not isinstance(config, str):
+    folder = hub_cache.snapshot(model)
+    if folder is None or not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{model} is not on this machine, and `info` downloads nothing.",
-            "`mlx-voicechat generate -m` fetches it; `mlx-voicechat info tiny` describes the built-in one.",
+            f"`mlx-voicechat download {model}` fetches it; `mlx-voicechat info tiny` describes the built-in one.",
         )
-    return Path(config).parent
+    return folder
 
 
 def quantization(config: ModelConfig) -> str:
@@ -151,27 +240,68 @@ def text(facts: Mapping[str, Any]) -> str:
     """The facts for a person to read."""
     from mlx_voicechat.memory import gigabytes
 
-    prompt = facts["default_system_prompt"]
+    conversion = facts.get("conversion", {})
+    origin = [conversion.get(key) for key in ("source", "source_revision") if conversion.get(key)]
+    size = gigabytes(facts["stored_bytes"])
     rows = {
         "model": facts["model"],
         "folder": facts["folder"],
         "kind": facts["kind"],
-        "format": f"{facts['format']}, {facts['files']} files, {gigabytes(facts['stored_bytes'])}",
-        "quantization": facts["quantization"],
-        "types": ", ".join(f"{name} {count}" for name, count in facts["types"].items()),
-        "speech weights": f"held as {facts['speech_weights']}",
+        "format": f"{facts['format']}, {facts['files']} file{'s' * (facts['files'] != 1)}, {size}",
+        "plan": conversion.get("plan", ""),
+        "converted from": ", revision ".join(map(str, origin)),
+        "quantization": facts.get("quantization", ""),
+        "tensors": f"{facts['tensors']:,}: " + ", ".join(f"{name} {count:,}" for name, count in facts["types"].items()),
+        **{f"stored, {name}": _parts(parts) for name, parts in facts["networks"].items()},
         **{
             network: ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in values.items())
-            for network, values in facts["sizes"].items()
+            for network, values in facts.get("sizes", {}).items()
         },
         "voices": ", ".join(f"{name} (default)" if name == facts["speaker"] else name for name in facts["voices"]),
-        "default prompt": repr(prompt) if prompt else "none",
     }
+    rows |= _running(facts) if "machine" in facts else {}
+    for name, found in facts.get("hashes", {}).items():
+        verdict = {True: "  as fetched", False: "  DIFFERS from what was fetched", None: ""}[found["as_fetched"]]
+        rows[name] = f"{found['sha256']}{verdict}"
+    width = max(NAME_WIDTH, *(len(name) + 2 for name in rows))
+    return "".join(f"{name:<{width}}{value}\n" for name, value in rows.items() if value)
+
+
+def _running(facts: Mapping[str, Any]) -> dict[str, str]:
+    """What running it takes, and what this machine has."""
+    from mlx_voicechat.memory import gigabytes
+
+    prompt = facts["default_system_prompt"]
     resident = {name.replace("_", " "): gigabytes(size) for name, size in facts["resident_bytes"].items()}
-    rows["resident"] = ", ".join(f"{name} {size}" for name, size in resident.items())
-    rows["memory, loaded"] = gigabytes(facts["loaded_bytes"])
-    for seconds, size in facts["announced_bytes"].items():
-        rows[f"memory, {seconds} s"] = gigabytes(size)
-    machine = facts["machine"]
+    rows = {
+        "default prompt": repr(prompt) if prompt else "none",
+        "speech weights": f"held as {facts['speech_weights']}",
+        "resident": ", ".join(f"{name} {size}" for name, size in resident.items()),
+        "memory, loaded": gigabytes(facts["loaded_bytes"]),
+    }
+    rows |= {f"memory, {seconds} s": gigabytes(size) for seconds, size in facts["announced_bytes"].items()}
+    longest, machine = facts["longest"], facts["machine"]
+    made_for = longest["positions_seconds"]
+    rows["longest session"] = (
+        f"{duration(longest['memory_seconds'])} in the memory available now"
+        + (f"; made for {duration(made_for)} (positions of the language model)" if made_for else "")
+        + f"; speech looks back {duration(longest['window_seconds'])}"
+    )
     rows["this machine"] = f"{gigabytes(machine['memory_bytes'])}, {gigabytes(machine['available_bytes'])} available"
-    return "".join(f"{name:<{NAME_WIDTH}}{value}\n" for name, value in rows.items() if value)
+    return rows
+
+
+def _parts(parts: Mapping[str, Mapping[str, int]]) -> str:
+    """Parameters and bytes by precision, on one line."""
+    from mlx_voicechat.memory import gigabytes
+
+    return ", ".join(
+        f"{precision} {part['parameters']:,} ({gigabytes(part['bytes'])})" for precision, part in parts.items()
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person to read."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -33,6 +33,7 @@ PUBLISHED = {bits: f"mlx-community/NemotronLabs-VoiceChat-11B-{bits}" for bits i
 DOWNLOAD_BYTES = {"4bit": 9_200_000_000, "8bit": 13_900_000_000, "bf16": 22_200_000_000}  # spec: checkpoint.md
 REPEAT = "Repeat the command: what has arrived is kept."
 COMMIT = re.compile(r"[0-9a-f]{40}")
+HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 PARTIAL = ".partial"  # suffix of a blob that is still arriving
 ARRIVING = (PARTIAL, ".incomplete")  # the second is huggingface_hub's own
 
@@ -135,10 +136,10 @@ def checkpoints() -> list[Held]:
     return rows
 
 
-def hashes(repository_file: Path) -> str | None:
+def known_hash(file: Path) -> str | None:
     """The hash by which the cache knows a file: 64 digits SHA-256, 40 git's SHA-1; None for a file of no cache."""
-    blob = repository_file.resolve()
-    return blob.name if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name) else None
+    blob = file.resolve()
+    return blob.name if blob.parent.name == "blobs" and HASH.fullmatch(blob.name) else None
 
 
 def _repositories() -> Iterator[str]:

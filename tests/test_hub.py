@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,12 @@ import pytest
 from support.checkpoints import GOLDEN
 from support.hub_server import COMMIT, Hub, Refusal, serve
 
-from mlx_voicechat import hub
+from mlx_voicechat import hub, hub_cache
 
+MEBIBYTE = 2**20
+CHUNK = 10 * MEBIBYTE  # what huggingface_hub writes at once: less than that may be lost, and is fetched again
+LARGE_BYTES = 2 * CHUNK + 5 * MEBIBYTE
+OTHER_COMMIT = "b" * 40
 ROOT = Path(hub.__file__).parents[1]
 # A process of its own: huggingface_hub reads its environment once, at import.
 PROGRAM = """
@@ -24,14 +30,16 @@ import json, sys
 from mlx_voicechat import hub
 from mlx_voicechat.errors import VoiceChatError
 said = []
+name, *rest = json.loads(sys.argv[1])
 try:
-    print(json.dumps({"folder": str(hub.locate(sys.argv[1], said.append)), "said": said}))
+    print(json.dumps({"folder": str(getattr(hub, name)(*rest, said.append)), "said": said}))
 except VoiceChatError as error:
     print(json.dumps({"code": error.code, "message": error.message, "remedy": error.remedy, "said": said}))
 """
 
 
-def locate(repository: str, home: Path, url: str, **environment: str) -> dict[str, Any]:
+def start(call: list[Any], home: Path, url: str, **environment: str) -> subprocess.Popen[str]:
+    """Call a function of `hub` in a process with a cache of its own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     ours = {
         "HF_HOME": str(home),
@@ -40,21 +48,59 @@ def locate(repository: str, home: Path, url: str, **environment: str) -> dict[st
         "NO_PROXY": "*",
         "PYTHONPATH": str(ROOT),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, repository],
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, json.dumps(call)],
         env=kept | ours | environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    result: dict[str, Any] = json.loads(out)
     return result
 
 
+def locate(repository: str, home: Path, url: str, **environment: str) -> dict[str, Any]:
+    return finish(start(["locate", repository], home, url, **environment))
+
+
+def fetch(
+    repository: str, home: Path, url: str, revision: str | None = None, patterns: list[str] = hub.PATTERNS
+) -> dict[str, Any]:
+    return finish(start(["fetch", repository, revision, patterns], home, url))
+
+
+def asked(server: Hub) -> set[str]:
+    """Files whose content was asked for."""
+    return {
+        request.split("/")[-1] for request in server.requests if request.startswith("GET") and "/resolve/" in request
+    }
+
+
+def write_large(folder: Path) -> Path:
+    """A whole safetensors file of LARGE_BYTES in one tensor, in a new folder."""
+    folder.mkdir()
+    data = os.urandom(LARGE_BYTES)
+    entry = {"stt_model.embed_tokens.weight": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
+    text = json.dumps(entry).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    (folder / "config.json").write_text('{"model": {}, "data": {}}', encoding="utf-8")
+    return folder
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Hub]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    place = tmp_path_factory.mktemp("repositories")
+    large, base, empty = write_large(place / "large"), place / "base", place / "empty"
+    for folder in (base, empty):
+        folder.mkdir()
+        (folder / "config.json").write_bytes((GOLDEN / "tiny-4bit" / "config.json").read_bytes())
+    (base / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (base / "model-00001-of-00004.safetensors").write_bytes(b"not wanted")
     repositories: dict[str, Path | Refusal] = {
         "org/small": GOLDEN / "tiny-4bit",
         "org/original": GOLDEN / "tiny-nvidia",
@@ -62,15 +108,31 @@ def server() -> Iterator[Hub]:
         "org/gated-anonymous": GOLDEN / "tiny-4bit",
         "org/private": Refusal(401, "RepoNotFound", "Invalid username or password."),
         "org/token": Refusal(401, "", "Invalid credentials in Authorization header"),
+        "org/busy": Refusal(429),
+        "org/broken": Refusal(500),
         "org/down": Refusal(503),
+        "org/forbidden": Refusal(403, "", "No right to read this"),
+        "org/large": large,
+        "org/base": base,
+        "org/empty": empty,
     }
     card = {"license": "other", "license_name": "a-model-licence", "license_link": "https://licence.example/text"}
     locked = {
         "org/gated": Refusal(403, "GatedRepo", "Access to model org/gated is restricted."),
         "org/gated-anonymous": Refusal(401, "GatedRepo", "Access to model org/gated-anonymous is restricted."),
     }
-    with serve(Hub(repositories, locked, card)) as running:
+    revisions = {"main": COMMIT, "v2": OTHER_COMMIT}
+    with serve(Hub(repositories, locked, card, revisions)) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def forget(server: Hub) -> None:
+    server.requests.clear()
+    server.ranges.clear()
+    server.cut.clear()
+    server.stall.clear()
+    server.release.clear()
 
 
 @pytest.fixture
@@ -122,10 +184,78 @@ def test_an_interrupted_download_is_completed(server: Hub, tmp_path: Path, dead_
     server.requests.clear()
     again = locate("org/small", tmp_path, server.url)
     assert "2 files" in again["said"][0]
-    fetched = {request.split("/")[-1] for request in server.requests if request.startswith("GET /org/small/resolve")}
-    assert fetched == {absent.name, cut.name}
+    assert asked(server) == {absent.name, cut.name}
     assert cut.read_bytes() == whole
     assert COMMIT in again["folder"]
+
+
+def large_transfers(server: Hub) -> list[str | None]:
+    return [asked for file, asked in server.ranges if file == "model.safetensors"]
+
+
+def test_a_connection_that_breaks_is_taken_up_where_it_broke(server: Hub, tmp_path: Path) -> None:
+    server.cut["model.safetensors"] = CHUNK + MEBIBYTE
+    folder = Path(fetch("org/large", tmp_path, server.url, None, hub.ORIGINAL_PATTERNS)["folder"])
+    assert large_transfers(server) == [None, f"bytes={CHUNK}-"]
+    served = server.repositories["org/large"]
+    assert isinstance(served, Path)
+    assert (folder / "model.safetensors").read_bytes() == (served / "model.safetensors").read_bytes()
+
+
+def test_a_killed_download_goes_on_where_it_stopped(server: Hub, tmp_path: Path, dead_port: str) -> None:
+    server.stall["model.safetensors"] = 2 * CHUNK + MEBIBYTE
+    process = start(["fetch", "org/large", None, hub.ORIGINAL_PATTERNS], tmp_path, server.url)
+    blobs = tmp_path / "hub" / "models--org--large" / "blobs"
+    deadline = time.monotonic() + 60
+    while sum(file.stat().st_size for file in blobs.glob("*.partial")) < 2 * CHUNK:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    server.release.set()
+
+    offline = fetch("org/large", tmp_path, dead_port, None, hub.ORIGINAL_PATTERNS)
+    assert "cache is incomplete" in offline["message"]
+    again = fetch("org/large", tmp_path, server.url, None, hub.ORIGINAL_PATTERNS)
+    assert large_transfers(server) == [None, f"bytes={2 * CHUNK}-"]
+    rest = (blobs / "x").parent.parent / "snapshots" / COMMIT / "model.safetensors"
+    assert f"1 file, {(rest.stat().st_size - 2 * CHUNK) / 1e6:.1f} MB" in again["said"][0]
+    served = server.repositories["org/large"]
+    assert isinstance(served, Path)
+    assert rest.read_bytes() == (served / "model.safetensors").read_bytes()
+    assert not list(blobs.glob("*.partial"))
+
+
+def test_a_transfer_that_goes_on_from_other_bytes_is_found_out(server: Hub, tmp_path: Path) -> None:
+    fetch("org/large", tmp_path, server.url, None, ["config.json"])
+    blobs = tmp_path / "hub" / "models--org--large" / "blobs"
+    served = server.repositories["org/large"]
+    assert isinstance(served, Path)
+    digest = hub.sha256(served / "model.safetensors")
+    (blobs / f"{digest}.partial").write_bytes(bytes(1000))
+    damaged = fetch("org/large", tmp_path, server.url, None, hub.ORIGINAL_PATTERNS)
+    assert "model.safetensors of org/large arrived damaged" in damaged["message"]
+    assert "folder" in fetch("org/large", tmp_path, server.url, None, hub.ORIGINAL_PATTERNS)
+    assert large_transfers(server) == ["bytes=1000-", None]
+
+
+def test_only_what_is_asked_for_is_fetched(server: Hub, tmp_path: Path, dead_port: str) -> None:
+    folder = Path(fetch("org/base", tmp_path, server.url, None, hub.BASE_PATTERNS)["folder"])
+    assert {file.name for file in folder.iterdir()} == {"config.json", "tokenizer.json"}
+    assert fetch("org/base", tmp_path, dead_port, None, hub.BASE_PATTERNS)["folder"] == str(folder)
+    assert "incomplete" in fetch("org/base", tmp_path, dead_port)["message"]  # with weights it is not
+
+
+def test_revisions(server: Hub, tmp_path: Path, dead_port: str) -> None:
+    main, tag = fetch("org/small", tmp_path, server.url), fetch("org/small", tmp_path, server.url, "v2")
+    assert (Path(main["folder"]).name, Path(tag["folder"]).name) == (COMMIT, OTHER_COMMIT)
+    assert "0.0 MB" in tag["said"][0]  # the same files: linked
+    for revision, folder in (("main", main), ("v2", tag), (COMMIT, main), (OTHER_COMMIT, tag)):
+        assert fetch("org/small", tmp_path, dead_port, revision)["folder"] == folder["folder"]
+    absent = fetch("org/small", tmp_path, server.url, "v3")
+    assert (absent["code"], absent["message"]) == ("hub_error", "org/small has no revision v3.")
+    assert fetch("org/small", tmp_path, server.url, "../main")["code"] == "bad_input"
 
 
 def test_no_network_and_no_cache(dead_port: str, tmp_path: Path) -> None:
@@ -145,7 +275,13 @@ def test_no_network_and_no_cache(dead_port: str, tmp_path: Path) -> None:
         ("org/token", "hf_x", ["does not accept your token"]),
         ("org/gated-anonymous", "", ["is gated", "hf auth login", "Accept its licence at", "/org/gated-anonymous"]),
         ("org/gated", "hf_x", ["is gated", "Accept its licence at", "/org/gated"]),
+        ("org/forbidden", "hf_x", ["denies access to org/forbidden (403)", "Your token (HF_TOKEN in the environment)"]),
+        ("org/forbidden", "", ["denies access", "hf auth login"]),
+        ("org/busy", "", ["too many requests", "429", "Wait some minutes", "hf auth login"]),
+        ("org/busy", "hf_x", ["too many requests", "Wait some minutes"]),
+        ("org/broken", "", ["answered 500", "Try again later", "--model tiny"]),
         ("org/down", "", ["answered 503", "--model tiny"]),
+        ("org/empty", "", ["org/empty has no tokenizer.json"]),
     ],
 )
 def test_refusals_have_messages_of_their_own(
@@ -153,15 +289,38 @@ def test_refusals_have_messages_of_their_own(
 ) -> None:
     error = locate(repository, tmp_path, server.url, **({"HF_TOKEN": token} if token else {}))
     text = f"{error['message']} {error['remedy']}"
-    assert error["code"] == "hub_error"
+    assert error["code"] == ("bad_checkpoint" if repository == "org/empty" else "hub_error")
     assert all(word in text for word in words), text
     assert "hf_x" not in text
     assert error["said"] == []
     assert not token or "hf auth login" not in text
 
 
+def test_what_the_cache_holds(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = Path(fetch("org/small", tmp_path, server.url)["folder"])
+    fetch("org/large", tmp_path, server.url, None, ["config.json"])
+    fetch("org/base", tmp_path, server.url, None, ["tokenizer.json"])  # no config: what it is cannot be told
+    rows = {row.repository: row for row in hub_cache.checkpoints()}
+    assert {row.repository for row in rows.values() if row.state == "absent"} == {
+        *hub_cache.PUBLISHED.values(),
+        hub_cache.ORIGINAL,
+    }
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert rows["org/small"] == ("org/small", "complete", size, COMMIT, folder, "")
+    assert (rows["org/large"].state, rows["org/large"].revision) == ("partial", COMMIT)
+    assert "org/base" not in rows
+
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.resolve().write_bytes(shard.read_bytes()[:-1])
+    cut = hub_cache.held("org/small")
+    assert (cut.state, cut.bytes) == ("partial", size - 1)
+    assert "is cut off" in cut.fault
+    assert hub_cache.known_hash(shard) == shard.resolve().name
+    assert hub_cache.known_hash(GOLDEN / "tiny-4bit" / "config.json") is None
+
+
 def test_nvidias_original_is_refused_before_its_weights_are_fetched(server: Hub, tmp_path: Path) -> None:
-    server.requests.clear()
     error = locate("org/original", tmp_path, server.url)
     assert error["code"] == "bad_checkpoint"
     assert "mlx-community" in error["remedy"]
