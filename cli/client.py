@@ -248,7 +248,7 @@ def _event(message: dict[str, Any]) -> Event | Notice | None:
     if kind == "response.interrupted":
         return Interrupted(int(message["frame_index"]))
     if kind == "session.lagging":
-        return Lagging(float(message["seconds"]))
+        return Lagging(float(message["backlog_seconds"]))
     if kind == "error":
         return Refused(str(message["error"]["code"]), str(message["error"]["message"]))
     return None
@@ -336,7 +336,12 @@ def _told(body: bytes | None) -> str:
 
 
 def _not_such_a_server(address: str, answer: str) -> ServerError:
-    remedy = "Check the port and the path; a server with a certificate is reached with wss://."
+    other = (
+        "with a certificate is reached with wss://"
+        if address.startswith("ws:")
+        else "without a certificate is reached with ws://"
+    )
+    remedy = f"Check the port and the path; a server {other}."
     return ServerError(f"There is no realtime server at {address}: it answered {answer.rstrip('.')}.", remedy)
 
 
@@ -357,7 +362,7 @@ def _unreachable(address: str, fault: Exception) -> ServerError:
     numbers |= {int(number) for number in re.findall(r"\[Errno (\d+)\]", str(fault))}  # localhost: of two addresses
     if numbers == {errno.ECONNREFUSED}:
         return ServerError(f"Nobody listens at {parts.netloc}.", "Start a server with: mlx-voicechat serve")
-    if numbers & {errno.ECONNRESET, errno.EPIPE} or isinstance(fault, EOFError):
+    if isinstance(fault, ConnectionError | EOFError):
         return _not_such_a_server(address, "by hanging up")
     why = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
     return ServerError(f"Cannot reach {parts.netloc}: {why}.", "Check --url.")

@@ -24,10 +24,10 @@ from .render import LiveText, Output, Progress, note
 if TYPE_CHECKING:
     import numpy as np
 
-    from mlx_voicechat import Event
+    from mlx_voicechat import AudioFrame, Event
     from mlx_voicechat.audio import AudioReader
 
-    from .client import Notice, Wire
+    from .client import Wire
 
 AHEAD_FRAMES = 25  # sent and not yet answered with --fast: two seconds
 BEHIND_SECONDS = 1.0  # a server that falls behind by less is not spoken of
@@ -123,17 +123,23 @@ class Dialogue:
 
     async def run(self, wire: Wire, blocks: Iterable[np.ndarray], take: Callable[[Event], bool]) -> None:
         """Send blocks (S,) of one frame, the last may be shorter; hand over events until `take` wants no more."""
+        from mlx_voicechat import AudioFrame
+
         from .client import Interrupted, Lagging, Refused
 
         sender = asyncio.create_task(self._send(wire, blocks))
         try:
             with self._interruptible(wire, sender):
                 async for event in wire.events():
-                    self._note(event, wire)
-                    if not isinstance(event, Refused | Lagging | Interrupted) and not take(event):
+                    if isinstance(event, Refused):  # all that was spoken has come before it
+                        why = f"The server says: {event.message.rstrip('.')} ({event.code})."
+                        raise ServerError(why, code=event.code)
+                    if isinstance(event, AudioFrame):
+                        self._count(event, wire.frame_seconds)
+                    if not isinstance(event, Lagging | Interrupted) and not take(event):
                         break
         except ServerError as fault:
-            self._lost = self._lost or fault
+            self._lost = fault
         finally:
             sender.cancel()
             (failure,) = await asyncio.gather(sender, return_exceptions=True)
@@ -161,8 +167,6 @@ class Dialogue:
                     await self._room.acquire()
                 else:
                     await asyncio.sleep(max(0.0, started + count * wire.frame_seconds - clock()))
-                if self._lost:
-                    break
                 await wire.append(block)
                 self._sent_seconds += len(block) / wire.input_rate_hz
         except AudioError:  # the recording turned out to be damaged
@@ -195,21 +199,10 @@ class Dialogue:
             for task in leaving:
                 task.cancel()
 
-    def _note(self, event: Event | Notice, wire: Wire) -> None:
-        """Keep count of one event, and note what the server refuses: what is left is not sent then."""
-        from mlx_voicechat import AudioFrame
-
-        from .client import Refused
-
-        if isinstance(event, AudioFrame):
-            self.seconds = (event.frame_index + 1) * wire.frame_seconds
-            if not self._fast:
-                self.behind_seconds = max(self.behind_seconds, self._sent_seconds - self.seconds)
-        elif isinstance(event, Refused):
-            why = f"The server says: {event.message.rstrip('.')} ({event.code})."
-            self._lost = self._lost or ServerError(why, code=event.code)
-        else:
-            return
+    def _count(self, frame: AudioFrame, frame_seconds: float) -> None:
+        self.seconds = (frame.frame_index + 1) * frame_seconds
+        if not self._fast:
+            self.behind_seconds = max(self.behind_seconds, self._sent_seconds - self.seconds)
         self._room.release()
 
 
