@@ -1,5 +1,6 @@
 """`info`: what a checkpoint is and will take, from its config and headers alone."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,84 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["machine"]["memory_bytes"] >= facts["machine"]["available_bytes"] > 0
     assert facts["fits"] is True
     assert facts["stored_bytes"] == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def test_networks_by_precision() -> None:
+    """Parameters are counted whole, however they are packed: the same in every precision."""
+    found = {name: describe(str(GOLDEN / f"tiny-{name}"))["networks"] for name in ("f32", "bf16", "8bit", "4bit")}
+    counts = {
+        name: {network: sum(part["parameters"] for part in parts.values()) for network, parts in networks.items()}
+        for name, networks in found.items()
+    }
+    assert counts["f32"] == counts["bf16"] == counts["8bit"] == counts["4bit"]
+    assert found["f32"]["perception"] == {"f32": {"parameters": 223_680, "bytes": 4 * 223_680}}
+    packed = found["4bit"]["language"]["4-bit"]
+    assert packed == {"parameters": 235_008, "bytes": 235_008 // 2 + 235_008 // 64 * 4}
+    assert found["8bit"]["language"]["8-bit"]["bytes"] == 235_008 + 235_008 // 64 * 4
+    headers = sum(
+        8 + int.from_bytes(f.read_bytes()[:8], "little") for f in (GOLDEN / "tiny-4bit").glob("*.safetensors")
+    )
+    stored = sum(part["bytes"] for parts in found["4bit"].values() for part in parts.values())
+    assert stored == describe(str(GOLDEN / "tiny-4bit"))["stored_bytes"] - headers
+
+
+def test_longest_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits is what `announce` says of that length, and one frame more does not."""
+    config, stored = read_config(GOLDEN / "tiny-f32"), verify(GOLDEN / "tiny-f32")
+    available = memory.announce(config, stored, 5000).total
+    monkeypatch.setattr(memory, "machine", lambda: Machine(10**11, available))
+    longest = describe(str(GOLDEN / "tiny-f32"))["longest"]
+    frames = round(longest["memory_seconds"] / config.frame_seconds)
+    assert frames >= 5000
+    assert (
+        memory.announce(config, stored, frames).total <= available < memory.announce(config, stored, frames + 1).total
+    )
+    assert longest["positions_seconds"] == config.llm.max_positions * 0.08
+    assert longest["window_seconds"] == pytest.approx(config.tts.sliding_window * 0.08)
+
+
+def test_our_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copy_of("tiny-8bit", tmp_path)
+    told = {"plan": "mixed-5", "source": "org/name", "source_revision": "c" * 40}
+    edit_json(folder / "config.json", lambda c: c.update(mlx_voicechat_format=1, mlx_voicechat_conversion=told))
+    assert run(["info", str(folder)]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["format"].startswith("mlx-voicechat 1, 2 files")
+    assert lines["plan"] == "mixed-5"
+    assert lines["converted"] == f"from        org/name, revision {'c' * 40}"
+
+    edit_json(folder / "config.json", lambda config: config.update(mlx_voicechat_format=99))
+    assert run(["info", str(folder)]) == 2
+    assert "mlx_voicechat_format is 99" in capsys.readouterr().err
+
+
+def test_nvidias_original(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copy_of("tiny-nvidia", tmp_path)
+    single = folder / "model.safetensors"
+    header = {"stt_model.embed_tokens.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+    header["tts_model.audio_prompt_latents.Aria"] = {"dtype": "F32", "shape": [1], "data_offsets": [24, 28]}
+    text = json.dumps(header).encode()
+    single.write_bytes(len(text).to_bytes(8, "little") + text + bytes(28))
+    assert run(["info", str(folder), "--json"]) == 0
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
+    assert (facts["format"], facts["tensors"], facts["voices"]) == ("NVIDIA's original", 2, ["Aria"])
+    assert facts["networks"]["language"] == {"f32": {"parameters": 6, "bytes": 24}}
+    assert facts["fits"] is False
+    assert f"mlx-voicechat convert --source {folder}" in err
+    assert run(["info", str(folder)]) == 0
+    assert "NVIDIA's original, 1 file, 0.0 MB" in capsys.readouterr().out
+
+
+def test_hashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copy_of("tiny-4bit", tmp_path)
+    assert run(["info", str(folder), "--hash", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["hashes"] == {
+        file.name: {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "as_fetched": None}
+        for file in folder.iterdir()
+    }
+    assert err == ""  # no progress bar in a pipe
 
 
 def test_what_it_tells_is_what_loading_is_checked_against() -> None:
