@@ -125,14 +125,12 @@ def _memory(facts: Facts) -> Check:
     text = f"{_gb(facts.memory_bytes)}, {_gb(facts.available_bytes)} available"
     if not facts.needs:
         return Check("memory", OK, text)
-    name, least = min(facts.needs.items(), key=lambda item: item[1])
+    name, (least, _) = min(facts.needs.items(), key=lambda item: item[1])
+    needed = f"The smallest checkpoint ({name}) needs {_gb(least)}"
     if least > facts.usable_bytes:
-        remedy = (
-            f"The smallest checkpoint ({name}) needs {_gb(least)}, programs may use {_gb(facts.usable_bytes)} here."
-        )
-        return Check("memory", STOP, text, remedy)
+        return Check("memory", STOP, text, f"{needed}, and the model may use {_gb(facts.usable_bytes)} here.")
     if least > facts.available_bytes:
-        return Check("memory", WARNING, text, f"The smallest checkpoint ({name}) needs {_gb(least)}: close programs.")
+        return Check("memory", WARNING, text, f"{needed}: close other programs.")
     return Check("memory", OK, text)
 
 
