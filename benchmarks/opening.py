@@ -55,7 +55,8 @@ def main() -> None:
         state = model.init_state(model.voice(None), config.tts.guidance_scale)
         tts = config.tts
         shapes = (len(tts.pass_counts), tts.mog.num_predictions), (len(tts.pass_counts), tts.latent_size)
-        model.prefill(ids, state, lambda step: seeded_draws(0, step, *shapes))
+        for _ in model.prefill(ids, state, lambda step: seeded_draws(0, step, *shapes)):
+            pass
         mx.eval(state.arrays)
         engine.PREFILL_CHUNK = chunk
 

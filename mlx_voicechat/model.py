@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -220,7 +220,39 @@ class VoiceChat:
         """
         from .session import Session
 
-        return Session(self, system_prompt, seed, max_seconds, voice, guidance_scale, noise, profile)
+        session = Session(self, system_prompt, seed, max_seconds, voice, guidance_scale, noise, profile)
+        for _ in session.open():
+            pass
+        return session
+
+    def opening(self, **options: Any) -> Generator[None, None, Session]:
+        """`session` in steps: yields between the pieces of a long prompt, returns what `session` would.
+
+        For who holds several conversations: others can have their frames between two steps.
+        """
+        from .session import Session
+
+        session = Session(self, **options)
+        yield from session.open()
+        return session
+
+    def warm(self, voice: str | None = None) -> None:
+        """Run every path of a frame once on this thread, so that no conversation waits for a kernel to compile.
+
+        That is: a system prompt, silence, speech, a transcript symbol; then the opening of a session without a prompt,
+        which is kept. Raises what `session` raises for `voice`.
+        """
+        session = self.session(system_prompt="Hello.", voice=voice)
+        silence = np.zeros(self.config.frame_samples_in, np.float32)
+        quiet = {self.config.pad_id, self.config.silence_id, self.config.bos_id, self.config.eos_id}
+        spoken = next(token for token in range(self.config.llm.vocab_size) if token not in quiet)
+        for text in (self.config.pad_id, self.config.bos_id, spoken, self.config.eos_id):
+            session.force(text=text)
+            session.push(silence)
+        first = self.rnnt.first(mx.zeros((1, 1, self.config.encoder.d_model)), self.rnnt.init_state())
+        self.rnnt.finish(first, [0], self.rnnt.init_state())
+        self._openings.clear()
+        self.session(voice=voice)
 
     def answer(self, audio: Any, rate_hz: int = 16000, extra_seconds: float = 0.0, **options: Any) -> Answer:
         """The offline form: a whole recording (S,), float mono, and `extra_seconds` of silence after it -> Answer.
@@ -270,8 +302,8 @@ class VoiceChat:
 
     def open(
         self, prompt: str, voice: str | None, guidance_scale: float, draws: Callable[[int], Draws], seed: int | None
-    ) -> State:
-        """The state at the first audio frame: voice prompt and system prompt done, evaluated.
+    ) -> Generator[None, None, State]:
+        """The state at the first audio frame: voice prompt and system prompt done, evaluated; yields between steps.
 
         Finished openings are kept, so that the next conversation that opens alike starts at once. `seed` is what
         `draws` follows from; None (the caller's own noise) keeps nothing. Only a system prompt's steps draw.
@@ -284,7 +316,7 @@ class VoiceChat:
             ids = self._prompt_ids(prompt) if prompt else []
             state = self.init_state(self.voice(voice), guidance_scale)
             if prompt:
-                self.prefill(ids, state, draws)
+                yield from self.prefill(ids, state, draws)
             mx.eval(state.arrays)
         if keep:
             self._openings[key] = state
@@ -315,10 +347,11 @@ class VoiceChat:
             function_id=pad,
         )
 
-    def prefill(self, ids: Sequence[int], state: State, draws: Callable[[int], Draws]) -> None:
+    def prefill(self, ids: Sequence[int], state: State, draws: Callable[[int], Draws]) -> Generator[None, None, None]:
         """Run the system prompt: its embeddings take the audio slot, both channels stay PAD, nothing is spoken.
 
         The LLM runs in chunks; the TTS feeds its own codes back and steps position by position, the first excepted.
+        Yields after each of them.
         """
         for start in range(0, len(ids), PREFILL_CHUNK):
             chunk = mx.array([ids[start : start + PREFILL_CHUNK]])
@@ -326,10 +359,12 @@ class VoiceChat:
             fused = self.language.fuse(pad, self.language.embed(chunk), pad)
             _, state.language = self.language.step(fused, state.language)
             mx.eval(state.language.arrays)
+            yield
         pad = mx.array([self.config.pad_id])
         for _ in ids[1:]:
             self._speak(pad, state, draws(state.steps))
             mx.async_eval(state.tts.arrays)
+            yield
         state.position = len(ids)
 
     def hear(self, samples: mx.array, state: State) -> list[Heard]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mlx.core as mx
@@ -41,7 +41,7 @@ MAX_GUIDANCE = 1e6  # logits stay finite
 
 
 class Session:
-    """One conversation with a loaded model; made by `VoiceChat.session`, used from one thread.
+    """One conversation with a loaded model; made and opened by `VoiceChat.session`, used from one thread.
 
     Opening it runs the voice prompt and the system prompt, one step of the speech generator for each of its tokens:
     a prompt of a thousand tokens takes as long as a thousand frames. Errors: InputError for a bad argument or a call
@@ -96,7 +96,11 @@ class Session:
         scale = config.tts.guidance_scale
         if guidance_scale is not None:
             scale = checked_number("guidance_scale", guidance_scale, MAX_GUIDANCE)
-        self._state = model.open(prompt, voice, scale, self._draws, self.seed if noise is None else None)
+        self._opening = model.open(prompt, voice, scale, self._draws, self.seed if noise is None else None)
+
+    def open(self) -> Generator[None, None, None]:
+        """Run the voice prompt and the system prompt, in steps; the session is of use when they are done."""
+        self._state = yield from self._opening
 
     @property
     def transcript(self) -> str:

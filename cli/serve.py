@@ -1,0 +1,202 @@
+"""`mlx-voicechat serve`: the model behind a WebSocket, for programs and pages that talk to it live."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import ssl
+import sys
+from pathlib import Path
+from typing import Annotated, cast
+from urllib.parse import urlsplit
+
+import typer
+from typer import Option
+
+from mlx_voicechat.errors import InputError
+
+from .generate import DEFAULT_MODEL
+from .main import Ended
+from .options import KeyValueCache, SpeechWeights, positive_seconds
+from .render import complain, note
+
+LEVELS = ("debug", "info", "warning", "error")
+SWITCH_SECONDS = 0.001  # Python's 5 ms between threads would be added to a frame's time
+NOISY = ("uvicorn", "asyncio")  # their notes are of no use to who runs the server; websockets' would show the key
+
+
+def serve(
+    model: Annotated[
+        str,
+        Option(
+            "-m",
+            "--model",
+            metavar="MODEL",
+            envvar="MLX_VOICECHAT_MODEL",
+            show_default=False,
+            help="A folder, a Hub repository, or tiny; the 11B model in 4 bits if absent.",
+        ),
+    ] = DEFAULT_MODEL,
+    host: Annotated[
+        str, Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is heard by the whole network.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8080,
+    api_key: Annotated[
+        str | None,
+        Option(metavar="KEY", envvar="MLX_VOICECHAT_API_KEY", show_default=False, help="Ask clients for this key."),
+    ] = None,
+    api_prefix: Annotated[str, Option(metavar="PATH", help="Put before every path.")] = "",
+    cors_origins: Annotated[
+        list[str] | None, Option(metavar="ORIGIN", help="Pages that may use all routes; repeat or separate by commas.")
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None, Option(metavar="ORIGIN", help="Pages that may connect, besides those of this machine.")
+    ] = None,
+    alias: Annotated[
+        str | None, Option(metavar="NAME", help="The model's name for clients; else its folder's.")
+    ] = None,
+    voice: Annotated[str | None, Option(metavar="NAME", help="One of the model's voices, if it has several.")] = None,
+    ssl_certfile: Annotated[
+        Path | None, Option(metavar="FILE", help="Serve TLS: other machines' browsers have no microphone without it.")
+    ] = None,
+    ssl_keyfile: Annotated[Path | None, Option(metavar="FILE", help="Its key, if not in the same file.")] = None,
+    max_sessions: Annotated[int, Option(metavar="N", min=1, max=1000, help="Conversations at once, in turns.")] = 1,
+    max_audio_seconds: Annotated[
+        float, Option(metavar="SECONDS", callback=positive_seconds, help="Audio that one conversation may hear.")
+    ] = 600.0,
+    idle_seconds: Annotated[
+        float, Option(metavar="SECONDS", callback=positive_seconds, help="End a conversation without a message.")
+    ] = 120.0,
+    setup_seconds: Annotated[
+        float, Option(metavar="SECONDS", callback=positive_seconds, help="End a connection without session.update.")
+    ] = 30.0,
+    max_message_bytes: Annotated[
+        int, Option(metavar="N", min=4096, max=2**30, help="Close a connection that sends a larger message.")
+    ] = 2**20,
+    speech_weights: SpeechWeights = None,
+    kv_cache: KeyValueCache = "f32",
+    compiled: Annotated[
+        bool | None,
+        Option("--compile/--no-compile", show_default=False, help="Fuse kernels first; on a GPU only if absent."),
+    ] = None,
+    log_level: Annotated[str, Option(metavar="|".join(LEVELS), help="How much is said on stderr.")] = "info",
+) -> None:
+    """Serve the model live at /v1/realtime, one WebSocket a conversation.
+
+    Anyone who reaches the address can talk to it, and hear nothing of others: give a key where that is not wanted.
+    """
+    if log_level not in LEVELS:
+        raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
+    _check_tls(ssl_certfile, ssl_keyfile)
+    if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
+        raise InputError("--api-key must be printable and without spaces.")
+
+    import mlx_voicechat
+    from mlx_voicechat.server.access import is_loopback
+    from mlx_voicechat.server.app import REALTIME, create_app
+    from mlx_voicechat.server.engine import Engine
+    from mlx_voicechat.server.limits import Settings
+    from mlx_voicechat.server.sockets import Server, listen
+
+    prefix = api_prefix.strip("/")
+    settings = Settings(
+        model=model,
+        host=host,
+        api_key=api_key,
+        api_prefix=f"/{prefix}" if prefix else "",
+        cors_origins=_origins("--cors-origins", cors_origins),
+        allowed_origins=_origins("--allowed-origins", allowed_origins),
+        alias=alias,
+        voice=voice,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        max_sessions=max_sessions,
+        max_audio_seconds=max_audio_seconds,
+        idle_seconds=idle_seconds,
+        setup_seconds=setup_seconds,
+        max_message_bytes=max_message_bytes,
+    )
+    _log(log_level)
+    listener = listen(host, port)
+
+    def load() -> mlx_voicechat.model.VoiceChat:
+        loaded = mlx_voicechat.load(
+            model,
+            say=note,
+            compile=compiled,
+            speech_weights=cast("mlx_voicechat.speech_weights.Choice | None", speech_weights),
+            kv_cache=kv_cache,
+        )
+        if loaded.config.demonstration:
+            note(f"{loaded.name} is a demonstration, {loaded.config.demonstration}. The real model is {DEFAULT_MODEL}.")
+        return loaded
+
+    def announce() -> None:
+        if engine.failure is not None:
+            server.should_exit = True
+            return
+        scheme = "wss" if ssl_certfile else "ws"
+        shown = f"[{host}]" if ":" in host else host
+        complain(f"ready: {scheme}://{shown}:{listener.getsockname()[1]}{settings.api_prefix}{REALTIME}")
+        note("use headphones: through loudspeakers the model hears itself, there is no echo cancellation.")
+
+    if api_key is None and not is_loopback(host):
+        note(
+            f"{host} can be reached from other machines and there is no --api-key: anyone there can talk to the model."
+        )
+    engine = Engine(load, settings, announce)
+    server = Server(create_app(engine, settings), settings)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with listener, server.catch_signals():
+        server.run(sockets=[listener])
+    if engine.failure is not None:
+        raise engine.failure
+    _leave(server.ended_by, engine.running)
+
+
+def _leave(ended_by: int | None, running: bool) -> None:
+    """Leave as a signal wants it; at once if the engine still loads, which nothing can stop."""
+    if running:
+        note("ended while the model was loading.")
+        os._exit(128 + (ended_by or 0))
+    if ended_by == signal.SIGINT:
+        raise KeyboardInterrupt
+    if ended_by is not None:
+        raise Ended(128 + ended_by)
+
+
+def _check_tls(certificate: Path | None, key: Path | None) -> None:
+    if certificate is None:
+        if key is not None:
+            raise InputError("--ssl-keyfile works only together with --ssl-certfile.")
+        return
+    for file in filter(None, (certificate, key)):
+        if not file.is_file():
+            raise InputError(f"{file} is no file.")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except (ssl.SSLError, OSError) as fault:
+        raise InputError(
+            f"{certificate} and its key cannot be used: {fault.strerror}.", "Both must be PEM, the key unencrypted."
+        ) from None
+
+
+def _origins(option: str, values: list[str] | None) -> tuple[str, ...]:
+    origins = tuple(
+        origin.strip().rstrip("/") for value in values or () for origin in value.split(",") if origin.strip()
+    )
+    for origin in origins:
+        parts = urlsplit(origin)
+        if origin != "*" and (not parts.netloc or parts.path or parts.query):
+            raise InputError(f"{option} {origin} is no origin.", "Write it as https://name or https://name:port.")
+    return origins
+
+
+def _log(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("mlx_voicechat").setLevel(level.upper())
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR if level == "error" else logging.WARNING)

@@ -1,0 +1,121 @@
+"""The routes, and what stands before them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
+from starlette.staticfiles import StaticFiles
+from starlette.websockets import WebSocket
+
+from .access import Gate, refusal
+from .engine import LOADING, READY, WARMING, Engine
+from .limits import RETRY_SECONDS, Settings
+from .metrics import CONTENT_TYPE
+from .realtime import FAILED, Connection
+
+REALTIME = "/v1/realtime"
+NOT_HERE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+STATIC = Path(__file__).parent / "static"
+END_SECONDS = 1.5  # for the frame that runs when the server ends
+
+log = logging.getLogger(__name__)
+
+
+def create_app(engine: Engine, settings: Settings) -> Starlette:
+    """The application around an engine, which starts and ends with it."""
+    started = time.time()
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        engine.start(asyncio.get_running_loop())
+        yield
+        await engine.end(END_SECONDS)
+
+    async def realtime(websocket: WebSocket) -> None:
+        if engine.state != READY:
+            await websocket.send_denial_response(_not_ready(engine))
+            return
+        try:
+            await Connection(websocket, engine, settings).run()
+        except Exception:
+            log.exception("A connection failed.")
+            await websocket.close(FAILED)
+
+    async def upgrade_required(request: Request) -> Response:
+        message = f"{request.url.path} is a WebSocket: connect to it with a WebSocket client."
+        return refusal(426, "upgrade_required", message, Upgrade="websocket", Connection="Upgrade")
+
+    async def health(request: Request) -> Response:
+        status = "busy" if engine.state == READY and engine.busy else engine.state
+        body = {
+            "status": status,
+            "model": settings.model_id,
+            "sessions": {"active": engine.active, "max": settings.max_sessions},
+            "uptime_seconds": round(time.time() - started, 3),
+        }
+        if engine.state == READY:
+            return JSONResponse(body)
+        return JSONResponse(body, 503, {"Retry-After": str(RETRY_SECONDS)})
+
+    async def models(request: Request) -> Response:
+        model = {"id": settings.model_id, "object": "model", "created": int(started), "owned_by": "mlx-voicechat"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def metrics(request: Request) -> Response:
+        return Response(engine.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def not_here(request: Request) -> Response:
+        message = f"This model listens and speaks; it does not serve {request.url.path}. Use {prefix}{REALTIME}."
+        return refusal(501, "not_implemented", message)
+
+    prefix = settings.api_prefix
+    routes: list[BaseRoute] = [
+        WebSocketRoute(prefix + REALTIME, realtime),
+        Route(prefix + REALTIME, upgrade_required),
+        Route(prefix + "/health", health),
+        Route(prefix + "/v1/models", models),
+        Route(prefix + "/metrics", metrics),
+        *(Route(prefix + path, not_here, methods=["GET", "POST"]) for path in NOT_HERE),
+        WebSocketRoute("/{path:path}", _no_socket),
+    ]
+    open_paths = {prefix + "/health"}
+    if STATIC.is_dir():
+        routes.append(Mount(prefix or "/", StaticFiles(directory=STATIC, html=True)))
+        pages = ("", *(f"/{file.relative_to(STATIC).as_posix()}" for file in STATIC.rglob("*")))
+        open_paths |= {prefix + page for page in pages} | {prefix + "/"}
+    middleware = [Middleware(Gate, settings=settings, open_paths=frozenset(open_paths))]
+    if settings.cors_origins:
+        cors = Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
+        middleware.insert(0, cors)
+    return Starlette(
+        routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={HTTPException: _http_error}
+    )
+
+
+async def _no_socket(websocket: WebSocket) -> None:
+    await websocket.send_denial_response(refusal(404, "not_found", "There is no WebSocket at this path."))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = "not_found" if error.status_code == 404 else "bad_request"
+    return refusal(error.status_code, code, f"{error.detail}.", **(dict(error.headers) if error.headers else {}))
+
+
+def _not_ready(engine: Engine) -> JSONResponse:
+    if engine.state in (LOADING, WARMING):
+        message = f"The model is {engine.state}."
+        return refusal(503, "loading", message, Retry_After=str(RETRY_SECONDS))
+    return refusal(503, "unavailable", "The server ends.")

@@ -1,0 +1,258 @@
+"""The thread that owns MLX: it loads and warms the model, holds the sessions and gives each a frame in turn.
+
+Nothing else in the process touches MLX. Requests come in through one queue, which every connection bounds for itself
+(`Slot.full`); events go to the event loop, where they wait in their connection's queue, and a session whose queue is
+full takes no turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import mlx.core as mx
+
+from ..errors import VoiceChatError
+from .conversation import FLOAT_BYTES, Conversation, Traffic
+from .limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS, Settings
+from .messages import Append, Cancel, Open, Request, Told
+from .metrics import Metrics
+
+if TYPE_CHECKING:
+    from ..model import VoiceChat
+
+LOADING, WARMING, READY, FAILED, ENDED = "loading", "warming", "ready", "failed", "ended"
+_Item: TypeAlias = "tuple[Slot | None, Request | None]"
+
+log = logging.getLogger(__name__)
+
+
+class Slot:
+    """A place for one session; its connection's side of it, used on the event loop.
+
+    `deliver` gets the events there. The slot is free again when the engine says so: after `response.done`, say, or at
+    the frame boundary after `release`.
+    """
+
+    def __init__(self, engine: Engine, deliver: Callable[[Told], None]) -> None:
+        self.traffic = Traffic()
+        self.deliver = deliver
+        self._engine = engine
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Seconds of audio that wait for their turn."""
+        return self.traffic.samples / self._engine.config.input_rate_hz
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits that no more should be read from the client."""
+        return self.traffic.requests >= INPUT_MESSAGES or self.waiting_seconds >= INPUT_SECONDS
+
+    def put(self, request: Request) -> None:
+        """Hand over a request."""
+        self.traffic.requests_put += 1
+        if isinstance(request, Append):
+            self.traffic.samples_put += len(request.samples) // FLOAT_BYTES
+        self._engine.put(self, request)
+
+    def sent(self) -> None:
+        """One frame of speech has left."""
+        was_full = self.traffic.frames * self._engine.config.frame_seconds >= OUTGOING_SECONDS
+        self.traffic.frames_sent += 1
+        if was_full:
+            self._engine.put(None, None)  # the session may have been waiting for this
+
+    def release(self) -> None:
+        """The client is gone: end the session if it has not ended."""
+        self._engine.put(self, Cancel(told=False))
+
+
+class Engine:
+    """Sessions of one model on one thread. `load` and every use of the model happen there.
+
+    `state` is loading, warming, ready, failed or ended. When loading is over, well or not, `announce` is called on the
+    event loop; `failure` then is what `load` raised, or None.
+    """
+
+    def __init__(
+        self, load: Callable[[], VoiceChat], settings: Settings, announce: Callable[[], None] = lambda: None
+    ) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.state = LOADING
+        self.failure: BaseException | None = None
+        self.config: Any = None
+        self._load = load
+        self._announce = announce
+        self._slots: set[Slot] = set()
+        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._conversations: dict[Slot, Conversation] = {}
+        self._order: deque[Slot] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._settled = threading.Event()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="mlx-engine", daemon=True)
+        self.metrics.gauge("sessions_active", "Sessions that hold a slot", lambda: len(self._slots))
+        self.metrics.gauge("sessions_max", "Slots", lambda: settings.max_sessions)
+        self.metrics.gauge("queue_seconds", "Audio that waits for its turn", self._waiting_seconds)
+        self.metrics.gauge("queue_frames", "Frames that wait to be sent", self._waiting_frames)
+
+    # -- on the event loop ---------------------------------------------------------------------------------------
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to load; `loop` gets the events."""
+        self._loop = loop
+        self._thread.start()
+
+    async def end(self, seconds: float) -> bool:
+        """Stop after the frame that runs; False if the thread does not end in time (it may be loading)."""
+        self._ending = True
+        self.put(None, None)
+        if self._thread.ident is not None:
+            deadline = time.monotonic() + seconds
+            while self.running and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+        return not self.running
+
+    def wait_ready(self, seconds: float) -> None:
+        """Wait on any other thread until the model is warm; raises what loading raised, TimeoutError."""
+        if not self._settled.wait(seconds):
+            raise TimeoutError(f"The model was not loaded within {seconds:g} s.")
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
+    @property
+    def active(self) -> int:
+        """How many slots are taken."""
+        return len(self._slots)
+
+    @property
+    def busy(self) -> bool:
+        """Whether every slot is taken."""
+        return len(self._slots) >= self.settings.max_sessions
+
+    def reserve(self, request: Open, deliver: Callable[[Told], None]) -> Slot | None:
+        """Take a slot and open a session in it; None if there is no free one."""
+        if self.busy:
+            return None
+        slot = Slot(self, deliver)
+        self._slots.add(slot)
+        slot.put(request)
+        self.metrics.opened.inc()
+        return slot
+
+    def put(self, slot: Slot | None, request: Request | None) -> None:
+        """Hand the thread a request of a slot, or wake it."""
+        self._inbox.put((slot, request))
+
+    def _tell(self, slot: Slot, events: list[Told], last: bool) -> None:
+        if last:
+            self._slots.discard(slot)
+        for event in events:
+            slot.deliver(event)
+
+    def _waiting_seconds(self) -> float:
+        return sum(slot.waiting_seconds for slot in list(self._slots))
+
+    def _waiting_frames(self) -> int:
+        return sum(slot.traffic.frames for slot in list(self._slots))
+
+    # -- on the engine thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        model = None
+        try:
+            model = self._load()
+            self.state = WARMING
+            self.config = model.config
+            model.warm(self.settings.voice)
+            self.state = READY
+        except BaseException as fault:  # raised again where the server was started
+            self.failure = fault
+            self.state = FAILED
+        self._settled.set()
+        self._on_loop(self._announce)
+        try:
+            if model is not None and self.failure is None:
+                self._turns(model)
+        finally:
+            self._conversations.clear()
+            self.state = FAILED if self.failure else ENDED
+            del model
+            mx.clear_streams()
+
+    def _turns(self, model: VoiceChat) -> None:
+        while not self._ending:
+            slot = self._next()
+            self._take_requests(model, wait=slot is None)
+            if slot is not None and slot in self._conversations and not self._ending:
+                self._turn(slot)
+
+    def _next(self) -> Slot | None:
+        """Whose turn it is: after each turn a session goes to the end of the row."""
+        for _ in range(len(self._order)):
+            slot = self._order[0]
+            self._order.rotate(-1)
+            if self._conversations[slot].runnable:
+                return slot
+        return None
+
+    def _take_requests(self, model: VoiceChat, wait: bool) -> None:
+        try:
+            while True:
+                slot, request = self._inbox.get(block=wait)
+                wait = False
+                if isinstance(request, Open) and slot is not None:
+                    self._open(model, slot, request)
+                elif slot is not None and request is not None and slot in self._conversations:
+                    self._guarded(slot, lambda c, r=request: c.take(r))  # type: ignore[misc]
+        except queue.Empty:
+            return
+
+    def _open(self, model: VoiceChat, slot: Slot, request: Open) -> None:
+        slot.traffic.requests_taken += 1
+
+        def tell(events: list[Told], last: bool) -> None:
+            self._on_loop(lambda: self._tell(slot, events, last))
+
+        self._conversations[slot] = Conversation(model, request, self.settings.voice, slot.traffic, tell)
+        self._order.append(slot)
+
+    def _turn(self, slot: Slot) -> None:
+        seconds = self._guarded(slot, Conversation.turn)
+        if seconds is not None:
+            self.metrics.frame(seconds, self.config.frame_seconds)
+
+    def _guarded(self, slot: Slot, work: Callable[[Conversation], float | None]) -> float | None:
+        """Work for one session: what it raises ends that session, and no other."""
+        conversation = self._conversations[slot]
+        seconds = None
+        try:
+            seconds = work(conversation)
+        except VoiceChatError as fault:
+            conversation.fail(str(fault))
+        except Exception as fault:
+            log.exception("A session failed.")
+            conversation.fail(f"The model failed: {type(fault).__name__}.")
+        if conversation.ended:
+            del self._conversations[slot]
+            self._order.remove(slot)
+        return seconds
+
+    def _on_loop(self, call: Callable[[], object]) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed: nobody is there
+            self._loop.call_soon_threadsafe(call)

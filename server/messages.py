@@ -1,0 +1,140 @@
+"""What crosses between a connection and the engine thread: bytes and small frozen messages, never arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ..events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
+
+# To the engine
+
+
+@dataclass(frozen=True)
+class Open:
+    """Open the session; its seconds are at most `max_seconds`."""
+
+    system_prompt: str | None
+    seed: int
+    max_seconds: float
+
+
+@dataclass(frozen=True)
+class Append:
+    """Float32 samples at the model's input rate, as bytes; `event_id` is the client's, for an error."""
+
+    samples: bytes
+    event_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Flush and end the session."""
+
+    pad_partial: bool = True
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """End the assistant's turn at the next frame."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Drop what waits and end the session; `told` False when nobody is there to be told."""
+
+    told: bool = True
+
+
+@dataclass(frozen=True)
+class Relay:
+    """An event of the connection's own that is to keep its place among those of the engine."""
+
+    event: Any
+
+
+Request: TypeAlias = Open | Append | Commit | Interrupt | Cancel | Relay
+
+# From the engine; the texts and the ends are those of a session
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The session hears."""
+
+
+@dataclass(frozen=True)
+class OpeningFailed:
+    """The session could not be opened, and why."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Unopened:
+    """A request that waited for a session that could not be opened."""
+
+    event_id: str | None
+
+
+@dataclass(frozen=True)
+class Speech:
+    """One frame of speech: float32 samples as bytes, and its codes."""
+
+    frame_index: int
+    samples: bytes
+    codes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An append that was not heard to its end."""
+
+    message: str
+    event_id: str | None
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The model failed: the session is no more."""
+
+    message: str
+    event_id: str | None
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The assistant's turn was ended at `frame_index`."""
+
+    frame_index: int
+
+
+@dataclass(frozen=True)
+class Lagging:
+    """So many seconds of audio wait for their turn."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Committed:
+    """All that came before the commit was heard."""
+
+
+Told: TypeAlias = (
+    Opened
+    | OpeningFailed
+    | Unopened
+    | TranscriptDelta
+    | TextDelta
+    | FunctionDelta
+    | Speech
+    | Refused
+    | Broken
+    | Interrupted
+    | Lagging
+    | Committed
+    | Done
+    | Cancelled
+    | Relay
+)

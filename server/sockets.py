@@ -1,0 +1,190 @@
+"""uvicorn as this server needs it: sockets with short buffers, closings that arrive, an end within seconds."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from asyncio import Transport
+from asyncio.transports import BaseTransport
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from ..errors import VoiceChatError
+from .limits import CLOSING_SECONDS, UNREAD_SECONDS, Settings
+
+RECEIVE_BYTES = 2**17  # in the kernel: three seconds of audio that are not read yet
+SEND_BYTES = 2**16  # in the kernel: one second of speech
+WRITE_BYTES = 2**14  # in the process: beyond it nothing is sent until the client has read
+DRAIN_SECONDS = 0.25  # without data after a message that was too big: the client has stopped sending
+END_SECONDS = 0.5  # for a client to answer the closing when the server ends
+GRACE_SECONDS = 1  # for connections when the server ends
+SCOPE_KEY = "mlx_voicechat.socket"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket, port 0 for any free one. Raises VoiceChatError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Accepted sockets inherit them: what the kernel buffers, no queue of ours can bound.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+            listener.bind(address)
+            listener.listen(128)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+    except (OSError, OverflowError, UnicodeError) as fault:
+        reason = getattr(fault, "strerror", None) or str(fault)
+        raise VoiceChatError(
+            f"Cannot listen on {host} port {port}: {reason}.", "Choose others with --host and --port."
+        ) from None
+
+
+class Socket(WebSocketsSansIOProtocol):
+    """A WebSocket whose handler finds it in its scope under SCOPE_KEY."""
+
+    _cutting = False
+    _cut_at = 0.0
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        assert isinstance(transport, Transport)
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BYTES)
+
+    async def run_asgi(self) -> None:
+        self.scope[SCOPE_KEY] = self  # type: ignore[typeddict-unknown-key]
+        await super().run_asgi()
+        if not (self.disconnected or self._cutting):  # closing alone waits for ever for a peer that does not read
+            self._cut_later(UNREAD_SECONDS if self.transport.get_write_buffer_size() else CLOSING_SECONDS)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the client has not read for a while: what is sent now would wait."""
+        return not self.writable.is_set()
+
+    async def drained(self) -> None:
+        """Wait until it has."""
+        await self.writable.wait()
+
+    def unblock(self) -> None:
+        """Let the last words be sent although the client does not read."""
+        self.writable.set()
+
+    def hung_up(self) -> bool:
+        """Whether the client has closed its side, also behind data that was not read."""
+        end = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+        poll = select.poll()
+        try:
+            poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN | end)
+        except (OSError, ValueError):
+            return True
+        return any(found & (end | select.POLLNVAL) for _, found in poll.poll(0))
+
+    def handle_parser_exception(self) -> None:
+        """A message over the limit, or none of WebSocket: say so, and read on, or the reset would overtake it."""
+        assert self.conn.close_sent is not None
+        if not self.close_sent:
+            self._say_closing(self.conn.close_sent.code, self.conn.close_sent.reason)
+            self._cut_at = self.loop.time() + CLOSING_SECONDS
+        if self.loop.time() < self._cut_at:
+            self._cut_later(DRAIN_SECONDS)
+
+    def send_receive_event_to_app(self) -> None:
+        if self.curr_msg_data_type == "text":
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError:
+                self.frames = []
+                self.conn.fail(1007, "text that is not UTF-8")
+                self.handle_parser_exception()
+                return
+        super().send_receive_event_to_app()
+
+    def shutdown(self) -> None:
+        """The server ends."""
+        self.stop_keepalive()
+        if self.close_sent or not self.handshake_complete:
+            super().shutdown()
+            self.transport.abort()
+            return
+        self.conn.send_close(1001, "the server ends")
+        self._say_closing(1001, "the server ends")
+        self._cut_later(END_SECONDS)
+
+    def _say_closing(self, code: int, reason: str) -> None:
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+
+    def _cut_later(self, seconds: float) -> None:
+        self._cutting = True
+        if self.close_timer is not None:
+            self.close_timer.cancel()
+        self.close_timer = self.loop.call_later(seconds, self.transport.abort)
+
+
+class Server(uvicorn.Server):
+    """uvicorn on a socket of ours. A first signal ends it in order, a second at once; `ended_by` is the first."""
+
+    def __init__(self, app: Any, settings: Settings) -> None:
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http="h11",
+            ws=Socket,
+            ws_max_size=settings.max_message_bytes,
+            ws_ping_timeout=None,  # a pong waits behind audio that is not read yet
+            ws_per_message_deflate=False,  # base64 of speech hardly shrinks
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+        )
+        super().__init__(config)
+        self.ended_by: int | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing: the command catches them (`catch_signals`), as it does before and after uvicorn runs."""
+        yield
+
+    @contextmanager
+    def catch_signals(self) -> Iterator[None]:
+        """Catch the signals that end the command meanwhile, those that are ignored excepted; main thread only."""
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self.handle_exit)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.ended_by = sig
+        self.should_exit = True

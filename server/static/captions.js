@@ -1,0 +1,65 @@
+// What was said, cut into turns as it comes. No browser needed.
+
+import { FRAME_SECONDS } from "./protocol.js";
+
+const PAUSE_FRAMES = 12; // a second: who was quiet for so long while others spoke begins a new turn
+const LONG_PAUSE_FRAMES = 50; // four seconds: a new turn in any case
+
+const SPEAKERS = {
+  "conversation.item.input_audio_transcription.delta": ["user", "transcript"],
+  "response.text.delta": ["assistant", "text"],
+  "response.function.delta": ["function", "text"],
+};
+
+/** Turns {speaker, text, frame} in the order they began; the server's cumulative texts are the truth. */
+export class Captions {
+  constructor() {
+    this.turns = [];
+    this.channels = new Map();
+  }
+
+  /** Takes an event; the turn that it changed, or null. */
+  take(event) {
+    const [speaker, field] = SPEAKERS[event.type] ?? [];
+    if (!speaker) return null;
+    const all = String(event[field] ?? "");
+    const frame = event.frame_index;
+    let channel = this.channels.get(speaker);
+    if (!channel || this.isOver(channel, frame)) {
+      channel = { turn: null, from: channel?.length ?? 0 };
+      this.channels.set(speaker, channel);
+    }
+    channel.length = all.length;
+    channel.frame = frame;
+    const text = all.slice(Math.min(channel.from, all.length)).trim();
+    if (!channel.turn) {
+      if (text === "") return null;
+      channel.turn = { speaker, text, frame };
+      this.turns.push(channel.turn);
+    }
+    channel.turn.text = text;
+    return channel.turn;
+  }
+
+  isOver({ turn, frame: last }, frame) {
+    if (!turn) return false;
+    const interrupted = turn.speaker !== "function" && this.turns.findLast(isSpeech) !== turn;
+    return frame - last > (interrupted ? PAUSE_FRAMES : LONG_PAUSE_FRAMES);
+  }
+}
+
+function isSpeech({ speaker }) {
+  return speaker !== "function";
+}
+
+/** The conversation as a text file. */
+export function transcript(turns, { model, systemPrompt, seed, started }) {
+  const heading = [`Conversation of ${started} with ${model}`, `System prompt: ${systemPrompt || "(the model's own)"}`, `Seed: ${seed}`];
+  const lines = turns.map(({ speaker, text, frame }) => `[${clock(frame * FRAME_SECONDS)}] ${speaker}: ${text}`);
+  return [...heading, "", ...lines, ""].join("\n");
+}
+
+function clock(seconds) {
+  const minutes = Math.floor(seconds / 60);
+  return `${String(minutes).padStart(2, "0")}:${(seconds - 60 * minutes).toFixed(1).padStart(4, "0")}`;
+}

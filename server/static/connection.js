@@ -1,0 +1,75 @@
+// One WebSocket to /v1/realtime, and what plain requests tell about the server.
+
+import { isUnderstood, sessionUpdate, subprotocols } from "./protocol.js";
+
+const PATIENCE_MS = 5000;
+
+/** Calls `onEvent(event)` for every event of the server, and once `onClose({ opened, code, reason, error, finished })`. */
+export class Connection {
+  constructor({ key, settings, onEvent, onClose }) {
+    this.settings = settings;
+    this.onEvent = onEvent;
+    this.opened = false;
+    this.finished = false;
+    this.error = null; // the last one that the server told
+    this.socket = new WebSocket(address("v1/realtime").replace(/^http/, "ws"), subprotocols(key));
+    this.socket.onopen = () => (this.opened = true);
+    this.socket.onmessage = ({ data }) => this.take(JSON.parse(data));
+    this.gone = new Promise((resolve) => {
+      this.socket.onclose = ({ code, reason }) => {
+        const { opened, error, finished } = this;
+        resolve();
+        onClose({ opened, code, reason, error, finished });
+      };
+    });
+  }
+
+  take(event) {
+    if (event.type === "session.created") this.greet(event.session);
+    if (event.type === "error") this.error = event.error;
+    if (event.type === "response.done" || event.type === "response.cancelled") this.finished = true;
+    if (event.type === "error" && event.error.code === "session_initialization_failed") this.close();
+    this.onEvent(event);
+  }
+
+  greet(session) {
+    if (isUnderstood(session)) {
+      this.send(sessionUpdate(this.settings));
+    } else {
+      this.error = { code: "session_initialization_failed", message: "the server hears or speaks a format that this page does not." };
+      this.close();
+    }
+  }
+
+  send(message) {
+    if (this.socket.readyState === WebSocket.OPEN) this.socket.send(JSON.stringify(message));
+  }
+
+  close() {
+    this.socket.close();
+  }
+}
+
+/** What /health says: "loading", "warming", "ready", "busy"; "unreachable" when nobody answers. */
+export async function health() {
+  try {
+    const response = await fetch(address("health"), { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+    return (await response.json()).status;
+  } catch {
+    return "unreachable";
+  }
+}
+
+/** The HTTP status of a plain request for the WebSocket's address: 426 if only the upgrade was missing. */
+export async function plainStatus(key) {
+  const headers = key ? { Authorization: `Bearer ${key}` } : {};
+  try {
+    return (await fetch(address("v1/realtime"), { cache: "no-store", headers, signal: AbortSignal.timeout(PATIENCE_MS) })).status;
+  } catch {
+    return 0;
+  }
+}
+
+function address(path) {
+  return new URL(path, document.baseURI).href;
+}

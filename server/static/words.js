@@ -1,0 +1,64 @@
+// What the page says: every state, every way a conversation ends, every reason there is no microphone. No browser needed.
+
+export const STATES = {
+  connecting: ["Connecting", "Looking for the server."],
+  loading: ["Loading", "The server is loading its model. The page goes on when it is ready."],
+  ready: ["Ready", "Press Talk and say something."],
+  listening: ["Listening", "Speak when you like, also while the assistant does."],
+  speaking: ["Speaking", "The assistant is speaking."],
+  busy: ["Busy", "Somebody is talking with the model. Try again when they have finished."],
+  lost: ["Lost", ""],
+  microphone: ["No microphone", ""],
+};
+
+/** How a conversation that had begun ended: [state, words]. `error` is the server's last error event, if any. */
+export function ended({ code, reason, error, finished }) {
+  if (error?.code === "server_busy" || code === 1013) return ["busy", STATES.busy[1]];
+  if (error?.code === "slow_consumer") {
+    return ["lost", "This page did not take the speech fast enough, so the server ended the conversation. Close other pages, or come nearer to the server."];
+  }
+  if (error?.code === "session_initialization_failed") return ["lost", `The conversation did not begin: ${error.message}`];
+  if (error?.code === "inference_error") return ["lost", `The server ended the conversation: ${error.message}`];
+  if (finished) return ["ready", "The conversation has ended. Press Talk to begin another."];
+  if (code === 1001) return ["lost", "The server is shutting down. Start it again, then press Talk."];
+  if (code === 1006) return ["lost", "The connection broke: the server was ended or the network is gone. Press Talk to try again."];
+  if (code === 1008) return ["lost", `The server ended the conversation: ${error?.message || reason || "a limit was reached."}`];
+  const why = error?.message || reason;
+  return ["lost", `The server closed the connection (code ${code})${why ? `: ${why}` : "."}`];
+}
+
+/** Why a connection was never opened: `health` as the server tells it, `status` of a plain request for the same address. */
+export function refused({ health, status, key, origin }) {
+  if (health === "unreachable") return "No server answers. Start it with “mlx-voicechat serve”, then press Talk.";
+  if (status === 401) return key ? "The server does not accept this API key." : "The server asks for an API key: enter it below.";
+  if (status === 426) return `The server refuses pages from this address. Start it with --allowed-origins ${origin}`;
+  return `The server does not open a conversation (HTTP ${status}).`;
+}
+
+/** Why there is no microphone, from the error of getUserMedia. */
+export function microphone(name) {
+  if (name === "NotAllowedError") {
+    return "The browser was not allowed to use the microphone. Allow it for this page (the sign beside the address), and for the browser in the system’s settings; then press Talk.";
+  }
+  if (name === "NotFoundError") return "No microphone was found. Connect one, then press Talk.";
+  if (name === "NotReadableError") return "The microphone cannot be opened: another program may be using it.";
+  return `The microphone cannot be opened (${name}).`;
+}
+
+/** What to do about a page that browsers give no microphone. */
+export function insecure({ hostname, port }) {
+  const local = `http://localhost${port ? `:${port}` : ""}/`;
+  return (
+    `Browsers give a page the microphone only over https, or on the machine itself. On that machine, open ${local}. ` +
+    `From another machine or a phone, start the server with --ssl-certfile and --ssl-keyfile, and open https://${hostname}${port ? `:${port}` : ""}/.`
+  );
+}
+
+export const NO_SOUND =
+  "The microphone gives only silence. Is it muted, or not allowed for this browser? (macOS: System Settings, Privacy & Security, Microphone.)";
+
+export const MICROPHONE_GONE = "The microphone is gone: what you say is not heard. Stop, connect it, and press Talk.";
+
+export function behind(seconds) {
+  return `The server is ${seconds.toFixed(1)} s behind: this machine is slower than real time, or shared. A smaller checkpoint may fit.`;
+}
