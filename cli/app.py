@@ -18,6 +18,7 @@ from .download import download
 from .generate import generate
 from .info import info
 from .render import Output
+from .serve import serve
 from .synth import synth
 from .talk import talk
 
@@ -60,6 +61,7 @@ def root(
 
 app.command(cls=_OptionsOnly, short_help="Answer a recording: text on stdout, speech in a file.")(generate)
 app.command(short_help="Talk to a server.")(talk)
+app.command(short_help="Serve the model live at /v1/realtime.")(serve)
 app.command(short_help="Describe a model and the memory it takes.")(info)
 app.command(short_help="Fetch a model ahead of its first use.")(download)
 app.command(short_help="Look whether this machine can run the model.")(doctor)
