@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,19 +14,18 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
-from starlette.staticfiles import StaticFiles
+from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from .access import Gate, refusal
 from .engine import LOADING, READY, WARMING, Engine
 from .limits import RETRY_SECONDS, Settings
 from .metrics import CONTENT_TYPE
+from .page import page_paths, page_routes
 from .realtime import FAILED, Connection
 
 REALTIME = "/v1/realtime"
 NOT_HERE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-STATIC = Path(__file__).parent / "static"
 END_SECONDS = 1.5  # for the frame that runs when the server ends
 
 log = logging.getLogger(__name__)
@@ -81,21 +79,18 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
         return refusal(501, "not_implemented", message)
 
     prefix = settings.api_prefix
-    routes: list[BaseRoute] = [
+    routes = [
         WebSocketRoute(prefix + REALTIME, realtime),
         Route(prefix + REALTIME, upgrade_required),
         Route(prefix + "/health", health),
         Route(prefix + "/v1/models", models),
         Route(prefix + "/metrics", metrics),
         *(Route(prefix + path, not_here, methods=["GET", "POST"]) for path in NOT_HERE),
+        *page_routes(prefix),
         WebSocketRoute("/{path:path}", _no_socket),
     ]
-    open_paths = {prefix + "/health"}
-    if STATIC.is_dir():
-        routes.append(Mount(prefix or "/", StaticFiles(directory=STATIC, html=True)))
-        pages = ("", *(f"/{file.relative_to(STATIC).as_posix()}" for file in STATIC.rglob("*")))
-        open_paths |= {prefix + page for page in pages} | {prefix + "/"}
-    middleware = [Middleware(Gate, settings=settings, open_paths=frozenset(open_paths))]
+    open_paths = page_paths(prefix) | {f"{prefix}/health"}
+    middleware = [Middleware(Gate, settings=settings, open_paths=open_paths)]
     if settings.cors_origins:
         cors = Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)

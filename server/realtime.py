@@ -436,7 +436,7 @@ class Connection:
             ends = {Done: "done", Cancelled: "cancelled", messages.Interrupted: "interrupted"}
             return {"type": f"response.{ends[type(event)]}", "frame_index": event.frame_index}
         if isinstance(event, messages.Lagging):
-            return {"type": "session.lagging", "seconds": event.seconds}
+            return {"type": "session.lagging", "backlog_seconds": event.seconds}
         if isinstance(event, messages.Committed):
             return {"type": "input_audio_buffer.committed"}
         if isinstance(event, Pong):
