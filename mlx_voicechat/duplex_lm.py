@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
+from threadpoolctl import threadpool_limits
 
 from .activations import relu, silu
 from .cache import BLOCK, KvCache
 from .config import LlmConfig
-from .linear import Linear, add_product, prepare_linears
+from .linear import Linear, add_product, numpy_products, prepare_linears
 
-CHUNK = 64  # positions of one block of the scan; larger ones only add work in its square part
+CHUNK = 32  # positions of one block of the scan; larger ones add work in its square part
 
 
 class MambaState(NamedTuple):
@@ -325,8 +326,14 @@ class NemotronH(nn.Module):
         return LlmState(tuple(mixer.init_state(batch, self.dtype) for mixer in mixers), caches)
 
     def step(self, x: mx.array, state: LlmState) -> tuple[mx.array, LlmState]:
-        """x (B, T, H) -> hidden states after the final norm (B, T, H), state."""
-        segments = self._compiled if self._compiled and x.shape[1] == 1 else self._segments
+        """x (B, T, H) -> hidden states after the final norm (B, T, H), state; lazy for one position."""
+        if x.shape[1] == 1:
+            return self._run(self._compiled or self._segments, x, state)
+        # one thread: products of a layer are too short for several, which wait for each other on a busy machine
+        with numpy_products(self), threadpool_limits(1):
+            return self._run(self._segments, x, state)
+
+    def _run(self, segments: Sequence[Segment], x: mx.array, state: LlmState) -> tuple[mx.array, LlmState]:
         mamba: list[MambaState] = []
         attended: tuple[mx.array, ...] = ()
         for index, (segment, count) in enumerate(zip(segments, self._counts, strict=True)):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
+
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_unflatten
 
 
 class Linear(nn.Linear):
@@ -38,3 +44,36 @@ def prepare_linears(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, Linear):
             layer.prepare()
+
+
+@contextlib.contextmanager
+def numpy_products(module: nn.Module) -> Iterator[None]:
+    """Meanwhile numpy multiplies for the float32 linear layers of `module`, where MLX itself is slow at many rows.
+
+    That is on Linux on a CPU, where MLX comes with the reference BLAS; elsewhere nothing changes.
+    """
+    if sys.platform == "darwin" or mx.default_device().type != mx.cpu:
+        yield
+        return
+    named = [(path, layer) for path, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    layers = [(path, layer) for path, layer in named if layer.weight.dtype == mx.float32]
+    module.update_modules(tree_unflatten([(path, _NumpyLinear(layer)) for path, layer in layers]))
+    try:
+        yield
+    finally:
+        module.update_modules(tree_unflatten(layers))
+
+
+class _NumpyLinear(nn.Module):
+    """A linear layer, (..., in) -> (..., out), float32; evaluates what it is given."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self._weight = np.asarray(layer.weight).T
+        self._bias = np.asarray(layer.bias) if "bias" in layer else None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out = np.asarray(x).reshape(-1, x.shape[-1]) @ self._weight
+        if self._bias is not None:
+            out += self._bias
+        return mx.array(out.reshape(*x.shape[:-1], -1))

@@ -1,7 +1,8 @@
 """The text conditioning table (V, W) kept on disk: building it takes 30 TFLOP at the released size, reading it 604 MB.
 
-It lies beside the model, else in the user's cache directory. The fingerprint covers everything the table is made of, so
-a file is used only when it is whole and says that it is this table; any other is replaced.
+It is a file of a checkpoint that `convert` made, else it is kept beside the model or in the user's cache directory. The
+fingerprint covers everything the table is made of, so a file is used only when it is whole and says that it is this
+table; any other is replaced, a checkpoint's own is passed over.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 from .errors import CheckpointError
+from .linear import numpy_products
 from .shards import header
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = "1"  # of the file, and of what SubwordEncoder and GatedFusion.text compute
 LONG_CHARACTERS = 2**14  # of all tokens together; fewer are encoded in well under a second
+OWN_FILE = "text-table.safetensors"  # a checkpoint's own, which `convert` writes
 FOLDER = ".mlx-voicechat"  # beside the model
 PREFIX, SUFFIX, TENSOR = "text-table-", ".safetensors", "text_rows"
 NAME_DIGITS = 16  # of the fingerprint in a file's name; the file holds all of them
@@ -51,24 +53,34 @@ def kept(
     """
 
     def rows(build: Build) -> mx.array:
-        if sum(map(len, char_ids)) < LONG_CHARACTERS:
+        if sum(map(len, char_ids)) < LONG_CHARACTERS and not (folder / OWN_FILE).is_file():
             return build()
-        fusion = tts.gated_fusion_audio_text
-        inputs = {"subword": tts.embed_subword.parameters(), "proj": fusion.text_proj.parameters()}
-        inputs |= {"gate": fusion.gate, "scale": fusion.residual_scale}
-        weights: Any = tree_flatten(inputs, destination={})
-        shape = (len(char_ids), fusion.gate.shape[0])
-
-        def build_here() -> mx.array:
-            slow = sys.platform != "darwin" and mx.default_device().type == mx.cpu
-            with contextlib.ExitStack() as stack:
-                for module in (tts.embed_subword, fusion) if slow else ():
-                    stack.enter_context(numpy_products(module))
-                return build()
-
-        return cached(build_here, fingerprint(weights, char_ids, config), shape, folder, say)
+        identity, shape = fingerprint_of(tts, config, char_ids)
+        return cached(lambda: fast(tts, build), identity, shape, folder, say)
 
     return rows
+
+
+def fingerprint_of(
+    tts: EarTts, config: CharacterEncoderConfig, char_ids: Sequence[Sequence[int]]
+) -> tuple[str, tuple[int, int]]:
+    """The fingerprint of the table that `tts` has with its weights, and the table's shape (V, W)."""
+    fusion = tts.gated_fusion_audio_text
+    inputs = {"subword": tts.embed_subword.parameters(), "proj": fusion.text_proj.parameters()}
+    inputs |= {"gate": fusion.gate, "scale": fusion.residual_scale}
+    weights: Any = tree_flatten(inputs, destination={})
+    return fingerprint(weights, char_ids, config), (len(char_ids), fusion.gate.shape[0])
+
+
+def fast(tts: EarTts, build: Build) -> mx.array:
+    """What `build` gives, with numpy's products where MLX's are slow."""
+    with numpy_products(tts.embed_subword), numpy_products(tts.gated_fusion_audio_text):
+        return build()
+
+
+def facts(fingerprint: str) -> dict[str, str]:
+    """What a table's file says of itself."""
+    return {"version": FORMAT_VERSION, "fingerprint": fingerprint}
 
 
 def fingerprint(weights: Mapping[str, mx.array], char_ids: Sequence[Sequence[int]], facts: object) -> str:
@@ -91,10 +103,12 @@ def cached(
 
     Never fails for want of a place: `say` gets one line when the table is built, another when it cannot be kept.
     """
+    if (table := read(folder / OWN_FILE, fingerprint, shape)) is not None:
+        return table
     places = list(_places(folder))
     name = f"{PREFIX}{fingerprint[:NAME_DIGITS]}{SUFFIX}"
     for place in places:
-        if (table := _read(place / name, fingerprint, shape)) is not None:
+        if (table := read(place / name, fingerprint, shape)) is not None:
             return table
     size = f"{shape[0]:,} tokens, {4 * shape[0] * shape[1] / 1e6:,.0f} MB"
     say(f"Preparing the text table, once: {size}. Later starts read it.")
@@ -107,35 +121,6 @@ def cached(
     return table
 
 
-@contextlib.contextmanager
-def numpy_products(module: nn.Module) -> Iterator[None]:
-    """Numpy multiplies for the linear layers of `module` meanwhile.
-
-    MLX for Linux comes with the reference BLAS: on a CPU the released model's table would take hours, not minutes.
-    """
-    layers = [(path, layer) for path, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    module.update_modules(tree_unflatten([(path, _NumpyLinear(layer)) for path, layer in layers]))
-    try:
-        yield
-    finally:
-        module.update_modules(tree_unflatten(layers))
-
-
-class _NumpyLinear(nn.Module):
-    """A linear layer, (..., in) -> (..., out), float32."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self._weight = np.asarray(layer.weight).T
-        self._bias = np.asarray(layer.bias) if "bias" in layer else None
-
-    def __call__(self, x: mx.array) -> mx.array:
-        out = np.asarray(x).reshape(-1, x.shape[-1]) @ self._weight
-        if self._bias is not None:
-            out += self._bias
-        return mx.array(out.reshape(*x.shape[:-1], -1))
-
-
 def _places(folder: Path) -> Iterator[Path]:
     """Where the table of a model may lie, the best first; in the user's cache every model has a folder of its own."""
     yield folder / FOLDER
@@ -146,14 +131,14 @@ def _places(folder: Path) -> Iterator[Path]:
         yield cache / "mlx-voicechat" / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:NAME_DIGITS]
 
 
-def _read(path: Path, fingerprint: str, shape: tuple[int, int]) -> mx.array | None:
+def read(path: Path, fingerprint: str, shape: tuple[int, int]) -> mx.array | None:
     """The table in `path`, None when there is none or it is another, an older one or broken."""
     try:
         if not path.is_file() or header(path) != {TENSOR: (shape, "F32")}:
             return None
         loaded: Any = mx.load(str(path), return_metadata=True)
-        arrays, facts = loaded
-        if (facts.get("version"), facts.get("fingerprint")) != (FORMAT_VERSION, fingerprint):
+        arrays, said = loaded
+        if not facts(fingerprint).items() <= said.items():
             return None
         mx.eval(arrays[TENSOR])
         return arrays[TENSOR]
@@ -167,18 +152,18 @@ def _keep(table: mx.array, fingerprint: str, paths: Sequence[Path]) -> Exception
     for path in paths:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, table, {"version": FORMAT_VERSION, "fingerprint": fingerprint})
+            _write(path, table, facts(fingerprint))
             return None
         except (OSError, RuntimeError) as error:  # MLX reports a full disk as RuntimeError
             fault = error
     return fault
 
 
-def _write(path: Path, table: mx.array, facts: dict[str, str]) -> None:
+def _write(path: Path, table: mx.array, said: dict[str, str]) -> None:
     """Whole or not at all, whoever else writes it: a file of our own beside it takes its place."""
     partial = path.with_name(f".{path.stem}.{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}")
     try:
-        mx.save_safetensors(str(partial), {TENSOR: table}, metadata=facts)
+        mx.save_safetensors(str(partial), {TENSOR: table}, metadata=said)
         with partial.open("rb+") as stream:
             os.fsync(stream.fileno())  # or a power cut could leave a file of the right size without its data
         os.replace(partial, path)
