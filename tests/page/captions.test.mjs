@@ -1,0 +1,55 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { Captions, transcript } from "../../server/static/captions.js";
+
+const heard = (frame_index, delta, transcript) => ({ type: "conversation.item.input_audio_transcription.delta", frame_index, delta, transcript });
+const said = (frame_index, delta, text) => ({ type: "response.text.delta", frame_index, token_id: 1, delta, text });
+const called = (frame_index, delta, text) => ({ type: "response.function.delta", frame_index, token_id: 1, delta, text });
+const brief = ({ turns }) => turns.map(({ speaker, text }) => `${speaker}: ${text}`);
+
+test("a question, its answer, the next question: a turn each, though the last word comes late", () => {
+  const captions = new Captions();
+  captions.take(heard(5, "What is", "What is"));
+  captions.take(said(9, "The", "The"));
+  captions.take(heard(10, " it?", "What is it?"));
+  captions.take(said(11, " thing.", "The thing."));
+  captions.take(heard(60, " And", "What is it? And"));
+  captions.take(heard(62, " now?", "What is it? And now?"));
+  captions.take(said(90, " Now.", "The thing. Now."));
+  assert.deepEqual(brief(captions), ["user: What is it?", "assistant: The thing.", "user: And now?", "assistant: Now."]);
+});
+
+test("a speaker who pauses is one turn, after four seconds a new one", () => {
+  const captions = new Captions();
+  captions.take(said(0, "One", "One"));
+  captions.take(said(40, " two", "One two"));
+  captions.take(said(100, " three", "One two three"));
+  assert.deepEqual(brief(captions), ["assistant: One two", "assistant: three"]);
+});
+
+test("the cumulative text is the truth, also when it is revised", () => {
+  const captions = new Captions();
+  captions.take(said(0, "caf\ufffd", "caf\ufffd"));
+  captions.take(said(1, "", "café"));
+  captions.take(said(90, " ok", "café ok"));
+  captions.take(said(91, "", "caf"));
+  assert.deepEqual(brief(captions), ["assistant: café", "assistant: "]);
+});
+
+test("function text is a speaker apart and divides nobody's turn; other events are none", () => {
+  const captions = new Captions();
+  captions.take(said(0, "Wait", "Wait"));
+  captions.take(called(5, "f(", "f("));
+  captions.take(called(6, ")", "f()"));
+  captions.take(said(30, " for it", "Wait for it"));
+  assert.equal(captions.take({ type: "session.pong" }), null);
+  assert.equal(captions.take(heard(31, "", "")), null);
+  assert.deepEqual(brief(captions), ["assistant: Wait for it", "function: f()"]);
+});
+
+test("the text file names the model, the prompt, the seed and the time of each turn", () => {
+  const turns = [{ speaker: "user", text: "Hello.", frame: 5 }, { speaker: "assistant", text: "Hi.", frame: 800 }];
+  const text = transcript(turns, { model: "tiny", systemPrompt: "", seed: 7, started: "today" });
+  assert.equal(text, "Conversation of today with tiny\nSystem prompt: (the model's own)\nSeed: 7\n\n[00:00.4] user: Hello.\n[01:04.0] assistant: Hi.\n");
+});
