@@ -110,27 +110,27 @@ class Source:
             stream.close()
         self._open.clear()
 
-    def blocks(self, name: str) -> Iterator[Block]:
-        """The values of a tensor in its own type, dequantised where need be, a block of rows at a time."""
+    def blocks(self, name: str, rows: int | None = None) -> Iterator[Block]:
+        """The values of a tensor in its own type, dequantised where need be, `rows` or about BLOCK_BYTES at a time."""
         tensor = self.tensors[name]
         if tensor.quantised is None:
-            yield from self.stored(name, "")
+            yield from self.stored(name, "", rows)
             return
         settings = tensor.quantised.arguments()
-        for row, count in _runs(tensor.shape[0], BLOCK_BYTES // (4 * tensor.shape[1])):
+        for row, count in _runs(tensor.shape[0], rows or BLOCK_BYTES // (4 * tensor.shape[1])):
             packed = [self._rows(entry, row, count) for entry in tensor.parts.values()]
             yield Block(row, mx.dequantize(*packed, **settings))
 
-    def stored(self, name: str, part: str) -> Iterator[Block]:
+    def stored(self, name: str, part: str, rows: int | None = None) -> Iterator[Block]:
         """One stored part of a tensor as it stands, re-laid only."""
         tensor = self.tensors[name]
         entry = tensor.parts[part]
         torch = self.layout != "ours" and part == ""
         count = entry.shape[0] if entry.shape else 1
         width = entry.bytes // max(1, count)
-        at_once = count if self.read_whole(tensor) else BLOCK_BYTES // max(1, width)
-        for row, rows in _runs(count, at_once):
-            yield Block(row, self._rows(entry, row, rows, name if torch else None))
+        at_once = count if self.read_whole(tensor) else rows or BLOCK_BYTES // max(1, width)
+        for row, some in _runs(count, at_once):
+            yield Block(row, self._rows(entry, row, some, name if torch else None))
 
     def read_whole(self, tensor: Tensor) -> bool:
         """Whether a tensor cannot be re-laid by rows."""
