@@ -287,7 +287,7 @@ def _held() -> dict[str, Held]:
     return {name: held(repository) for name, repository in PUBLISHED.items()}
 
 
-def _needs() -> dict[str, int]:
+def _needs() -> dict[str, tuple[int, int]]:
     try:
         from .published import needs
     except ImportError:

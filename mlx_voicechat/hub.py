@@ -178,7 +178,7 @@ def _transfer(repository: str, file: Any, commit: str) -> None:
                 stream.truncate(0)
             http_get(
                 hf_hub_url(repository, file.rfilename, revision=commit),
-                stream,  # type: ignore[arg-type]
+                stream,
                 resume_size=stream.tell(),
                 headers=build_hf_headers(),
                 expected_size=file.size,
@@ -186,7 +186,7 @@ def _transfer(repository: str, file: Any, commit: str) -> None:
             )
         if sha256(partial) != file.lfs.sha256:
             partial.unlink()
-            raise CheckpointError(f"{file.rfilename} of {repository} arrived damaged (its SHA-256 differs).", REPEAT)
+            raise HubError(f"{file.rfilename} of {repository} arrived damaged (its SHA-256 differs).", REPEAT)
         partial.replace(blob)
 
 
