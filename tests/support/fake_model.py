@@ -1,14 +1,15 @@
-"""A model that answers at once from a script, for what surrounds the model: commands and files."""
+"""A model that answers at once from a script, for what surrounds the model: commands, files and the server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from mlx_voicechat import AudioFrame, Cancelled, Done, Event, FunctionDelta, LimitReached, TextDelta, TranscriptDelta
+from mlx_voicechat.errors import LimitError
 
 CONFIG = SimpleNamespace(
     input_rate_hz=16000,
@@ -16,6 +17,7 @@ CONFIG = SimpleNamespace(
     frame_seconds=0.08,
     frame_samples_in=1280,
     frame_samples_out=1764,
+    eos_id=2,
     demonstration="",
 )
 SCRIPT = {2: ("user", "Hello"), 3: ("user", " there."), 6: ("assistant", "Good"), 7: ("assistant", " day.")}
@@ -37,6 +39,7 @@ class FakeSession:
         self.limited = False
         self.speaking = model.speaking
         self.blocks: list[int] = []
+        self.forced: list[tuple[int, int | None]] = []  # frame and text id
         self._waiting = np.zeros(0, np.float32)
         self._received = 0
 
@@ -58,6 +61,14 @@ class FakeSession:
             yield from self._frame()
         if self.limited:
             yield LimitReached(self.frames, float(self.max_seconds or 0))
+
+    def push(self, samples: np.ndarray, rate_hz: int = 16000) -> list[Event]:
+        if self.limited:
+            raise LimitError(f"The session's limit of {self.max_seconds:g} s is reached.")
+        return list(self.feed(samples, rate_hz))
+
+    def force(self, text: int | None = None) -> None:
+        self.forced.append((self.frames, text))
 
     def _frame(self) -> Iterator[Event]:
         index, self.frames = self.frames, self.frames + 1
@@ -84,6 +95,9 @@ class FakeModel:
         self.name = "fake"
         self.config = SimpleNamespace(**{**vars(CONFIG), "demonstration": demonstration})
         self.before: Callable[[int], Any] = lambda index: None
+        self.opening_steps = 0
+        self.before_opening: Callable[[int], Any] = lambda step: None
+        self.warmed: list[str | None] = []
         self.speaking = False
         self.loaded: list[str] = []
         self.load_options: list[dict[str, Any]] = []
@@ -97,5 +111,16 @@ class FakeModel:
 
     def session(self, **options: Any) -> FakeSession:
         self.opened.append(options)
-        self.sessions.append(FakeSession(self, options["seed"], options["max_seconds"], options["profile"]))
+        profile = options.get("profile", False)
+        self.sessions.append(FakeSession(self, options["seed"], options["max_seconds"], profile))
         return self.sessions[-1]
+
+    def opening(self, **options: Any) -> Generator[None, None, FakeSession]:
+        for step in range(self.opening_steps + 1):
+            self.before_opening(step)
+            if step < self.opening_steps:
+                yield
+        return self.session(**options)
+
+    def warm(self, voice: str | None = None) -> None:
+        self.warmed.append(voice)
