@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 NO_FORCE = -1  # not a token id: the model's own choice stands
 BLOCK_FRAMES = 512  # frames of perception at once in the offline form
+CLEARED_FRAMES = 256  # kept buffers are let go so often: what grows with time never asks for the old sizes again
 PREFILL_CHUNK = 512  # prompt positions of the LLM at once
 CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
 CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
@@ -416,6 +417,8 @@ class VoiceChat:
         symbols, state.rnnt = self.rnnt.finish(first, [int(values[-1])], state.rnnt)
         stage("rnnt")
         state.position += 1
+        if state.position % CLEARED_FRAMES == 0:
+            mx.clear_cache()
         spoken, quantizers = samples.shape[1], codes.shape[1]
         return Frame(
             text_id=int(values[-3]),
