@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import ssl
 import sys
 from pathlib import Path
@@ -160,8 +159,6 @@ def _leave(ended_by: int | None, running: bool) -> None:
     if running:
         note("ended while the model was loading.")
         os._exit(128 + (ended_by or 0))
-    if ended_by == signal.SIGINT:
-        raise KeyboardInterrupt
     if ended_by is not None:
         raise Ended(128 + ended_by)
 

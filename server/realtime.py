@@ -199,6 +199,7 @@ class Connection:
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
+            log.info("%s ended, %s, after %d frames.", self._id, self._state, self._frames)
         for result in results:
             if isinstance(result, Exception):
                 raise result
