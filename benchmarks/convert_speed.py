@@ -33,7 +33,7 @@ PIECE = 2**24
 LLM = {
     "vocab_size": 6000,
     "hidden_size": 4096,
-    "intermediate_size": 6000,
+    "intermediate_size": 5952,
     "num_hidden_layers": 11,
     "hybrid_override_pattern": "M-*-M-*-M-*",
     "num_attention_heads": 32,

@@ -77,7 +77,7 @@ def reference(source: Source, wide: bool) -> VoiceChat:
     for name in source.tensors:
         blocks = [block.array for block in source.blocks(name)]
         whole = blocks[0] if len(blocks) == 1 else mx.concatenate(blocks)
-        narrow = not wide and name.startswith(LANGUAGE) and whole.ndim == 2
+        narrow = not wide and name.startswith(LANGUAGE) and whole.dtype == mx.float32
         arrays[name] = whole.astype(mx.bfloat16) if narrow else whole
         mx.eval(arrays[name])
         del blocks, whole

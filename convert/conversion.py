@@ -26,7 +26,7 @@ from .writer import Entry
 
 CONVERSION_KEY = "mlx_voicechat_conversion"  # in config.json: where the checkpoint comes from, and how
 LAYOUT_NAMES = {"nvidia": "NVIDIA's original", "mlx-community": "mlx-community layout", "ours": "mlx-voicechat format"}
-WORKING_COPIES = 6  # of a block: read, re-laid, in MLX, rounded, packed, and MLX's own scratch
+WORKING_COPIES = 10  # of a block: read, re-laid, in MLX, rounded, packed, and what MLX keeps for reuse
 TTS_PREFIX = "tts_model.tts_model."
 TEXT_PARTS = ("embed_subword.", "gated_fusion_audio_text.")  # of the TTS: what the text table is made of
 TOKENIZER_FILES = [name for name in BASE_PATTERNS if name != "config.json"]

@@ -255,6 +255,7 @@ def _translate(
         raise CheckpointError(f"{beside}: the tokenizer has no {', '.join(absent)}.", "Name the base LLM's tokenizer.")
     characters = stored.get("tts_model.tts_model.embed_subword.embed_tokens.weight")
     base = read_json(beside)
+    base = base.get("text_config", base)  # of a runtime config, when the tokenizer is another checkpoint's
     rows = characters.shape[0] if characters and characters.shape else 0
     return runtime_config(
         raw, base, {t: int(n) for t, n in ids.items() if n is not None}, rows, f"{folder}/config.json"
