@@ -170,6 +170,12 @@ function checkKey() {
 function toggleMute() {
   switches.muted = !switches.muted;
   $("mute").setAttribute("aria-pressed", String(switches.muted));
+  conversation?.sayTurn();
+}
+
+function toggleHalfDuplex() {
+  switches.halfDuplex = $("half-duplex").checked;
+  conversation?.sayTurn();
 }
 
 function setTheme() {
@@ -180,7 +186,7 @@ $("talk").addEventListener("click", talk);
 $("stop").addEventListener("click", () => conversation.stop());
 $("interrupt").addEventListener("click", () => conversation.interrupt());
 $("mute").addEventListener("click", toggleMute);
-$("half-duplex").addEventListener("change", () => (switches.halfDuplex = $("half-duplex").checked));
+$("half-duplex").addEventListener("change", toggleHalfDuplex);
 $("theme").addEventListener("change", setTheme);
 $("key").addEventListener("input", checkKey);
 $("settings").addEventListener("submit", (event) => event.preventDefault());

@@ -2,6 +2,9 @@
 
 import { INPUT_FRAME_SAMPLES, INPUT_RATE_HZ, OUTPUT_RATE_HZ } from "./protocol.js";
 
+/** What `Audio.open` rejects with when the server does not give the page's own files. */
+export class NoFiles extends Error {}
+
 /** `onFrame({ frame, peak })` comes with every 80 ms heard, `onReport({ speaking, seconds, target, starved })` often. */
 export class Audio {
   /** Call it from a click, or the browser keeps the sound off. Rejects as getUserMedia does. */
@@ -26,8 +29,7 @@ export class Audio {
     this.stream = await navigator.mediaDevices.getUserMedia(wanted);
     this.stream.getAudioTracks()[0].onended = onMicrophoneGone;
     const { context } = this;
-    const module = (name) => context.audioWorklet.addModule(new URL(name, import.meta.url));
-    await Promise.all([module("capture-worklet.js"), module("playback-worklet.js")]);
+    await Promise.all(["capture-worklet.js", "playback-worklet.js"].map((name) => addModule(context, name)));
     const capture = this.node("capture", { rateHz: INPUT_RATE_HZ, frameSamples: INPUT_FRAME_SAMPLES }, 1);
     capture.port.onmessage = ({ data }) => onFrame(data);
     this.playback = this.node("playback", { rateHz: OUTPUT_RATE_HZ }, 0);
@@ -55,5 +57,13 @@ export class Audio {
     this.clear();
     this.stream?.getTracks().forEach((track) => track.stop());
     if (this.context.state !== "closed") this.context.close();
+  }
+}
+
+async function addModule(context, name) {
+  try {
+    await context.audioWorklet.addModule(new URL(name, import.meta.url));
+  } catch (fault) {
+    throw new NoFiles(name, { cause: fault });
   }
 }

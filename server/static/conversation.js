@@ -1,13 +1,13 @@
 // One conversation, from Talk to its end: the audio, the connection, and what is kept of both sides.
 
-import { Audio } from "./audio.js";
+import { Audio, NoFiles } from "./audio.js";
 import { Captions } from "./captions.js";
 import { Connection, health, plainStatus } from "./connection.js";
 import { peak } from "./jitter.js";
 import { append, fromBase64, INPUT_FRAME_SAMPLES, toFloat, toPcm } from "./protocol.js";
 import { Recording } from "./recording.js";
 import { Timing } from "./timing.js";
-import { behind, ended, microphone, MICROPHONE_GONE, NO_SOUND, refused, STATES } from "./words.js";
+import { behind, ended, HALF_DUPLEX, microphone, MICROPHONE_GONE, MUTED, NO_SOUND, refused, STATES } from "./words.js";
 
 const POLL_MS = 1000;
 const GOODBYE_MS = 2000;
@@ -55,7 +55,9 @@ export class Conversation {
         onMicrophoneGone: () => this.remark("gone", MICROPHONE_GONE),
       });
     } catch (fault) {
-      if (!this.over) this.end("microphone", microphone(fault.name));
+      if (this.over) return;
+      if (fault instanceof NoFiles) this.refused();
+      else this.end("microphone", microphone(fault.name));
       return;
     }
     await this.previous; // its place at the server is free when its socket is closed
@@ -119,7 +121,7 @@ export class Conversation {
     this.buffer = report;
     if (!this.running || report.speaking === this.speaking) return;
     this.speaking = report.speaking;
-    this.say(this.speaking ? "speaking" : "listening");
+    this.sayTurn();
   }
 
   // -- from the server
@@ -139,7 +141,7 @@ export class Conversation {
     this.started = new Date();
     this.running = true;
     this.view.begun();
-    this.say("listening");
+    this.sayTurn();
   }
 
   speak({ frame_index: index, delta }) {
@@ -167,11 +169,13 @@ export class Conversation {
     this.end(state, words);
   }
 
-  async closed(close) {
-    if (close.opened) {
-      this.end(...ended(close));
-      return;
-    }
+  closed(close) {
+    if (close.opened) this.end(...ended(close));
+    else this.refused();
+  }
+
+  /** Find out why there is no connection; a server that loads is waited for. */
+  async refused() {
     const state = await health();
     if (this.over) return;
     if (state === "loading" || state === "warming") {
@@ -194,6 +198,14 @@ export class Conversation {
 
   unremark(about) {
     if (this.remarked === about) this.remark(null, "");
+  }
+
+  /** Whose turn it is, as the switches have it: call it when one of them has changed. */
+  sayTurn() {
+    if (!this.running) return;
+    const { muted, halfDuplex } = this.switches;
+    if (this.speaking) this.say("speaking", halfDuplex && !muted ? HALF_DUPLEX : undefined);
+    else this.say("listening", muted ? MUTED : undefined);
   }
 
   say(state, words = STATES[state][1]) {

@@ -11,6 +11,9 @@ export const STATES = {
   microphone: ["No microphone", ""],
 };
 
+export const MUTED = "You are muted: the assistant hears silence.";
+export const HALF_DUPLEX = "The assistant is speaking; your microphone is off meanwhile.";
+
 /** How a conversation that had begun ended: [state, words]. `error` is the server's last error event, if any. */
 export function ended({ code, reason, error, finished }) {
   if (error?.code === "server_busy" || code === 1013) return ["busy", STATES.busy[1]];
