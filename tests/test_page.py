@@ -1,58 +1,44 @@
-"""The page: its files and headers, its pure parts in node, and the whole in a headless Chromium with a fake microphone.
+"""The page: its files and headers, its pure parts in node, and conversations in a headless Chromium.
 
-The browser's tests are skipped where there is none (MLX_VOICECHAT_CHROMIUM names one), those of axe-core where
-MLX_VOICECHAT_AXE does not name its axe.min.js.
+Those of the browser are skipped where there is none; MLX_VOICECHAT_CHROMIUM names one.
 """
 
 import http.client
 import json
-import os
 import re
 import shutil
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 import soundfile as sf
 from websockets.sync.client import connect
 
-from tests.support.chromium import Page, chromium, find_chromium
+from tests.support.chromium import Page
 from tests.support.fake_model import FakeModel
-from tests.support.page_checks import faults, played, tap
+from tests.support.page_checks import captions, played, talk
 from tests.support.server import running_server, serve_process
 from tests.support.stand_in import AMPLITUDE, RATE_HZ, TONE_HZ, Scene, spoken, stand_in, tone
 
 ROOT = Path(__file__).parents[1]
 STATIC = ROOT / "server" / "static"
-NODE_VERSION = 20
-WIDTHS = {360: 740, 768: 1024, 1280: 800}
-AXE = os.environ.get("MLX_VOICECHAT_AXE")
-MISSING = "Failed to load worklet module"  # the browser's own note, as those of its network, of a server that is gone
 RESERVE_FRAMES = 12  # so that a test does not starve on a busy machine
-
-needs_browser = pytest.mark.skipif(find_chromium() is None, reason="no Chromium: set MLX_VOICECHAT_CHROMIUM")
-
-
-def node_version() -> int:
-    program = shutil.which("node")
-    found = (
-        re.match(r"v(\d+)", subprocess.run([program, "--version"], capture_output=True, text=True).stdout)
-        if program
-        else None
-    )
-    return int(found[1]) if found else 0
+FREE = "fetch('/health').then((answer) => answer.json()).then(({ status }) => status === 'ready')"
 
 
-@pytest.mark.skipif(node_version() < NODE_VERSION, reason=f"no node of version {NODE_VERSION} or later")
 def test_the_pure_parts_pass_in_node() -> None:
+    node = shutil.which("node")
+    if (
+        node is None
+        or subprocess.run([node, "-e", f"import('{STATIC / 'timing.js'}')"], capture_output=True).returncode
+    ):
+        pytest.skip("no node that reads ES modules (20.19, 22.7 or later)")
     tests = sorted(map(str, (ROOT / "tests" / "page").glob("*.test.mjs")))
-    run = subprocess.run(["node", "--test", *tests], capture_output=True, text=True)
+    run = subprocess.run([node, "--test", *tests], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
 
 
@@ -93,49 +79,6 @@ def test_no_file_names_another_machine() -> None:
 
 
 # In a browser
-
-
-@pytest.fixture(scope="module")
-def microphone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A question after a second, between faint noise: what a person says to the page."""
-    question, rate = sf.read(ROOT / "examples" / "question.wav", dtype="int16")
-    noise = np.random.default_rng(0).integers(-3, 4, 12 * rate).astype(np.int16)
-    path = tmp_path_factory.mktemp("microphone") / "question.wav"
-    sf.write(path, np.concatenate([noise[:rate], question, noise]), rate)
-    return path
-
-
-@pytest.fixture(scope="module")
-def browser(microphone: Path) -> Iterator[Page]:
-    if find_chromium() is None:
-        pytest.skip("no Chromium: set MLX_VOICECHAT_CHROMIUM")
-    with chromium(microphone, "--host-resolver-rules=MAP voice.example 127.0.0.1") as page:
-        tap(page)
-        yield page
-
-
-@pytest.fixture
-def page(browser: Page) -> Iterator[Page]:
-    """A tab that must not complain, nor ask anything of another machine than this one."""
-    browser.requests.clear()
-    browser.complaints.clear()
-    browser.resize(1280, 800, dark=False)
-    yield browser
-    browser.call("Page.navigate", url="about:blank")
-    assert {urlsplit(address).hostname for address in browser.requests} <= {"127.0.0.1", "voice.example"}
-    assert [what for source, what in browser.complaints if source != "network" and MISSING not in what] == []
-
-
-def talk(page: Page, url: str) -> None:
-    page.open(url)
-    page.wait_state("ready", "busy")
-    page.click("#talk")
-
-
-def captions(page: Page) -> list[list[str]]:
-    return page.evaluate(
-        "[...document.querySelectorAll('.turn')].map((turn) => [...turn.children].map((e) => e.textContent))"
-    )
 
 
 def test_captions_appear_and_a_tone_plays_without_a_seam(page: Page) -> None:
@@ -234,6 +177,20 @@ def test_interrupt_and_stop_empty_what_waits(page: Page) -> None:
     assert scene.received[-1] == {"type": "session.cancel"}
 
 
+def test_spoken_over_where_the_model_yields_what_waits_is_dropped(page: Page) -> None:
+    yielded = 40  # frames of speech, two seconds of them ahead; the question has begun when the last is sent
+    scene = Scene(ahead=25, speaks=lambda index: index < yielded)
+    with stand_in(scene) as url:
+        talk(page, url)
+        page.wait_state("speaking")
+        page.wait_state("listening")
+        page.click("#stop")
+        page.wait_state("ready")
+        samples, rate = played(page)
+    heard_seconds = np.count_nonzero(np.abs(samples) > 0.01) / rate
+    assert 0.5 < heard_seconds < 0.08 * yielded - 0.5
+
+
 def test_mute_and_half_duplex_send_silence(page: Page) -> None:
     scene = Scene(ahead=RESERVE_FRAMES)
     with stand_in(scene) as url:
@@ -270,189 +227,7 @@ def test_mute_and_half_duplex_send_silence(page: Page) -> None:
         page.wait_state("ready")
 
 
-ENDS = {
-    "busy": (Scene(busy=True), "busy", "Somebody is talking with the model"),
-    "limit": (
-        Scene(frames=3, error_code="inference_error", error_message="The session's limit of 600 s is reached."),
-        "lost",
-        "limit of 600 s",
-    ),
-    "slow": (Scene(frames=3, error_code="slow_consumer", error_message="slow", close_code=1008), "lost", "fast enough"),
-    "idle": (
-        Scene(frames=3, error_code="invalid_request", error_message="Nothing came for 120 s.", close_code=1008),
-        "lost",
-        "Nothing came for 120 s",
-    ),
-    "ends": (Scene(frames=3, close_code=1001), "lost", "shutting down"),
-    "origin": (Scene(status=403), "lost", "--allowed-origins http://127.0.0.1"),
-    "key": (Scene(status=401), "lost", "asks for an API key"),
-}
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_every_end_has_its_state_and_words_and_one_may_talk_again(page: Page, name: str) -> None:
-    scene, state, words = ENDS[name]
-    with stand_in(scene) as url:
-        talk(page, url)
-        page.wait_state(state)
-        assert words in page.words()
-        assert page.evaluate("document.getElementById('stop').hidden")
-        if name == "key":
-            assert page.evaluate("document.activeElement.id") == "key"
-        scene.status, scene.busy, scene.frames = 101, False, None
-        page.click("#talk")
-        page.wait_state("listening", "speaking")
-        page.click("#stop")
-        page.wait_state("ready")
-    if name not in ("origin", "key"):  # the browser itself notes a refused handshake
-        assert page.complaints == []
-
-
-def test_a_server_that_loads_is_waited_for(page: Page) -> None:
-    scene = Scene(health="loading")
-    with stand_in(scene) as url:
-        page.open(url)
-        page.wait_state("loading")
-        page.click("#talk")
-        page.wait("document.getElementById('stop').checkVisibility()")
-        page.wait_state("loading")
-        scene.health = "ready"
-        page.wait_state("listening", "speaking")
-        page.click("#stop")
-        page.wait_state("ready")
-
-
-def test_a_server_that_is_gone_is_said_to_be(page: Page) -> None:
-    with stand_in(Scene()) as url:
-        talk(page, url)
-        page.wait_state("speaking")
-    page.wait_state("lost")
-    page.click("#talk")
-    page.wait("document.getElementById('words').textContent.includes('mlx-voicechat serve')")
-
-
-def test_over_plain_http_from_elsewhere_it_says_what_to_do(page: Page) -> None:
-    with stand_in(Scene()) as url:
-        port = urlsplit(url).port
-        page.open(f"http://voice.example:{port}/")
-        page.wait_state("microphone")
-        words = page.words()
-        assert f"http://localhost:{port}/" in words
-        assert "--ssl-certfile" in words
-        assert f"https://voice.example:{port}/" in words
-        assert page.evaluate("document.getElementById('talk').disabled")
-    assert page.complaints == []
-
-
-def test_a_microphone_that_is_not_allowed_is_said_to_be(page: Page) -> None:
-    refuse = "navigator.mediaDevices.getUserMedia = async () => { throw new DOMException('', 'NotAllowedError'); }"
-    with stand_in(Scene()) as url:
-        page.open(url)
-        page.wait_state("ready")
-        page.evaluate(refuse)
-        page.click("#talk")
-        page.wait_state("microphone")
-        assert "was not allowed" in page.words()
-        assert page.evaluate("document.getElementById('talk').checkVisibility()")
-
-
-def test_it_is_used_with_the_keyboard_alone(page: Page) -> None:
-    with stand_in(Scene(ahead=RESERVE_FRAMES)) as url:
-        page.open(url)
-        page.wait_state("ready")
-        page.evaluate("document.activeElement.blur()")
-        order = []
-        for _ in range(8):
-            page.press("Tab", 9)
-            order.append(page.evaluate("document.activeElement.id"))
-            outline = "getComputedStyle(document.activeElement).outlineStyle"
-            assert page.evaluate(outline) == "solid", order
-        assert order == ["theme", "talk", "mute", "captions", "half-duplex", "prompt", "seed", "key"]
-        page.evaluate("document.getElementById('talk').focus()")
-        page.press("Enter", 13, "\r")
-        page.wait_state("speaking")
-        assert page.evaluate("document.activeElement.id") == "stop"
-        log = "document.getElementById('captions')"
-        assert page.evaluate(f"[{log}.role, {log}.ariaLive]") == ["log", "polite"]
-        page.press("Enter", 13, "\r")
-        page.wait_state("ready")
-        assert page.evaluate("document.activeElement.id") == "talk"
-
-
-def test_a_wrong_seed_or_key_is_not_sent(page: Page) -> None:
-    scene = Scene()
-    with stand_in(scene) as url:
-        page.open(url)
-        page.wait_state("ready")
-        for field, value in (("seed", "-1"), ("seed", "1.5"), ("seed", ""), ("key", "two words")):
-            page.evaluate(
-                f"(() => {{ const e = document.getElementById('{field}'); window.before = e.value;"
-                f" e.value = {json.dumps(value)}; e.dispatchEvent(new Event('input')); }})()"
-            )
-            page.click("#talk")
-            assert page.evaluate("document.activeElement.id") == field
-            page.evaluate(
-                f"(() => {{ const e = document.getElementById('{field}'); e.value = window.before;"
-                " e.dispatchEvent(new Event('input')); })()"
-            )
-        assert scene.connections == 0
-
-
-def looks(page: Page, state: str) -> None:
-    """Look at the page at every width, in light and dark."""
-    for width, height in WIDTHS.items():
-        for dark in (False, True):
-            page.resize(width, height, dark)
-            assert faults(page) == [], f"{state} at {width} pixels, {'dark' if dark else 'light'}"
-            if AXE:
-                page.evaluate(Path(AXE).read_text(encoding="utf-8"))
-                found = page.evaluate(
-                    "axe.run().then(({ violations }) => violations.map(({ id, nodes }) => [id, nodes[0].html]))"
-                )
-                assert found == [], f"{state} at {width} pixels, {'dark' if dark else 'light'}"
-            if folder := os.environ.get("MLX_VOICECHAT_SHOTS"):
-                page.screenshot(Path(folder) / f"{state}-{width}-{'dark' if dark else 'light'}.png", whole=False)
-    page.resize(1280, 800, dark=False)
-
-
-def test_every_state_can_be_read_and_pressed_at_every_width(page: Page) -> None:
-    scene = Scene(health="loading", speaks=lambda index: index > 60)
-    with stand_in(scene) as url:
-        page.open(url)
-        page.wait_state("loading")
-        looks(page, "loading")
-        scene.health = "ready"
-        page.wait_state("ready")
-        looks(page, "ready")
-        page.click("#mute")
-        page.click("#half-duplex")
-        page.click("#talk")
-        page.wait_state("listening")
-        page.wait("document.querySelectorAll('.turn').length === 2")
-        looks(page, "listening")
-        page.wait_state("speaking")
-        looks(page, "speaking")
-        page.evaluate("window.scrollTo(0, 0)")
-        page.click("#stop")
-        page.wait_state("ready")
-        looks(page, "saving")
-        scene.busy = True
-        page.click("#talk")
-        page.wait_state("busy")
-        looks(page, "busy")
-        scene.busy, scene.status = False, 403
-        page.click("#talk")
-        page.wait_state("lost")
-        looks(page, "lost")
-        page.open(url.replace("127.0.0.1", "voice.example"))
-        page.wait_state("microphone")
-        looks(page, "insecure")
-
-
 # With the server itself, and the demonstration model
-
-
-FREE = "fetch('/health').then((answer) => answer.json()).then(({ status }) => status === 'ready')"
 
 
 def test_the_model_answers_the_question_and_its_server_is_killed(page: Page) -> None:

@@ -4,7 +4,7 @@ import { transcript } from "./captions.js";
 import { health } from "./connection.js";
 import { Conversation } from "./conversation.js";
 import { isSendable } from "./protocol.js";
-import { insecure, STATES } from "./words.js";
+import { insecure, NO_SERVER, STATES, WRONG_KEY } from "./words.js";
 
 const PART_FRAMES = 100; // of a WAV between two breaths of the page
 const POLL_MS = 1000;
@@ -154,7 +154,7 @@ async function look() {
   if (conversation) return;
   $("talk").disabled = false;
   if (status === "unreachable") {
-    showState("lost", "No server answers. Start it with “mlx-voicechat serve”, then load this page again.");
+    showState("lost", NO_SERVER);
     return;
   }
   const name = { loading: "loading", warming: "loading", busy: "busy" }[status] ?? "ready";
@@ -163,8 +163,7 @@ async function look() {
 }
 
 function checkKey() {
-  const words = isSendable($("key").value) ? "" : "A browser can send only letters, digits and !#$%&'*+-.^_`|~ in a key.";
-  $("key").setCustomValidity(words);
+  $("key").setCustomValidity(isSendable($("key").value) ? "" : WRONG_KEY);
 }
 
 function toggleMute() {

@@ -5,7 +5,10 @@ import { INPUT_FRAME_SAMPLES, INPUT_RATE_HZ, OUTPUT_RATE_HZ } from "./protocol.j
 /** What `Audio.open` rejects with when the server does not give the page's own files. */
 export class NoFiles extends Error {}
 
-/** `onFrame({ frame, peak })` comes with every 80 ms heard, `onReport({ speaking, seconds, target, starved })` often. */
+/**
+ * Handlers: `onFrame({ frame, peak })` with every 80 ms heard; `onReport({ speaking, seconds, target, starved })` often;
+ * `onMicrophoneGone()` when it is unplugged.
+ */
 export class Audio {
   /** Call it from a click, or the browser keeps the sound off. Rejects as getUserMedia does. */
   static async open(handlers) {
@@ -39,8 +42,10 @@ export class Audio {
 
   /** A node that is connected to the loudspeaker: what is connected to nothing does not run everywhere. */
   node(name, processorOptions, numberOfInputs) {
-    const node = new AudioWorkletNode(this.context, name, { numberOfInputs, outputChannelCount: [1], processorOptions });
-    return node.connect(this.context.destination) && node;
+    const options = { numberOfInputs, outputChannelCount: [1], processorOptions };
+    const node = new AudioWorkletNode(this.context, name, options);
+    node.connect(this.context.destination);
+    return node;
   }
 
   /** Play float samples (S,) at 22.05 kHz after what waits. */

@@ -54,7 +54,11 @@ function isSpeech({ speaker }) {
 
 /** The conversation as a text file. */
 export function transcript(turns, { model, systemPrompt, seed, started }) {
-  const heading = [`Conversation of ${started} with ${model}`, `System prompt: ${systemPrompt || "(the model's own)"}`, `Seed: ${seed}`];
+  const heading = [
+    `Conversation of ${started} with ${model}`,
+    `System prompt: ${systemPrompt || "(the model's own)"}`,
+    `Seed: ${seed}`,
+  ];
   const lines = turns.map(({ speaker, text, frame }) => `[${clock(frame * FRAME_SECONDS)}] ${speaker}: ${text}`);
   return [...heading, "", ...lines, ""].join("\n");
 }

@@ -3,8 +3,9 @@
 import { isUnderstood, sessionUpdate, subprotocols } from "./protocol.js";
 
 const PATIENCE_MS = 5000;
+const OTHER_FORMAT = "the server hears or speaks a format that this page does not.";
 
-/** Calls `onEvent(event)` for every event of the server, and once `onClose({ opened, code, reason, error, finished })`. */
+/** Calls `onEvent(event)` for each of the server's, at the end `onClose({ opened, code, reason, error, finished })`. */
 export class Connection {
   constructor({ key, settings, onEvent, onClose }) {
     this.settings = settings;
@@ -36,7 +37,7 @@ export class Connection {
     if (isUnderstood(session)) {
       this.send(sessionUpdate(this.settings));
     } else {
-      this.error = { code: "session_initialization_failed", message: "the server hears or speaks a format that this page does not." };
+      this.error = { code: "session_initialization_failed", message: OTHER_FORMAT };
       this.close();
     }
   }
@@ -53,8 +54,7 @@ export class Connection {
 /** What /health says: "loading", "warming", "ready", "busy"; "unreachable" when nobody answers. */
 export async function health() {
   try {
-    const response = await fetch(address("health"), { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
-    return (await response.json()).status;
+    return (await (await get("health")).json()).status;
   } catch {
     return "unreachable";
   }
@@ -62,12 +62,15 @@ export async function health() {
 
 /** The HTTP status of a plain request for the WebSocket's address: 426 if only the upgrade was missing. */
 export async function plainStatus(key) {
-  const headers = key ? { Authorization: `Bearer ${key}` } : {};
   try {
-    return (await fetch(address("v1/realtime"), { cache: "no-store", headers, signal: AbortSignal.timeout(PATIENCE_MS) })).status;
+    return (await get("v1/realtime", key ? { Authorization: `Bearer ${key}` } : {})).status;
   } catch {
     return 0;
   }
+}
+
+function get(path, headers = {}) {
+  return fetch(address(path), { cache: "no-store", headers, signal: AbortSignal.timeout(PATIENCE_MS) });
 }
 
 function address(path) {

@@ -1,4 +1,4 @@
-// The jitter buffer: frames come when the network brings them, samples leave when the audio clock asks. No browser needed.
+// Frames come when the network brings them, samples leave when the audio clock asks. No browser needed.
 
 const LEAST_FRAMES = 2;
 const MOST_FRAMES = 4;
@@ -37,7 +37,8 @@ export class JitterBuffer {
 
   push(samples) {
     const excess = this.samples >= (this.target + 1) * this.frameSamples;
-    const chunk = excess && peak(samples) < QUIET_PEAK ? bridge(samples, Math.round(BRIDGE_SECONDS * this.rateHz)) : samples;
+    const omitted = excess && peak(samples) < QUIET_PEAK;
+    const chunk = omitted ? bridge(samples, Math.round(BRIDGE_SECONDS * this.rateHz)) : samples;
     if (chunk.length === 0) return;
     this.chunks.push(chunk);
     this.samples += chunk.length;

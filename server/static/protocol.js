@@ -39,7 +39,8 @@ export function isUnderstood(session) {
 
 /** Float samples (S,) -> Int16Array (S,): clipped, then rounded. */
 export function toPcm(samples) {
-  return Int16Array.from(samples, (sample) => Math.round(Math.min(INPUT_SCALE - 1, Math.max(-INPUT_SCALE, sample * INPUT_SCALE))));
+  const clipped = (value) => Math.max(-INPUT_SCALE, Math.min(INPUT_SCALE - 1, value));
+  return Int16Array.from(samples, (sample) => Math.round(clipped(sample * INPUT_SCALE)));
 }
 
 /** Int16Array (S,) of the server -> float samples (S,). */

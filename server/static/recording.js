@@ -72,7 +72,9 @@ function clipped(value) {
 function header(samples) {
   const bytes = 2 * CHANNELS * samples;
   const view = new DataView(new ArrayBuffer(HEADER_BYTES));
-  const text = (at, letters) => [...letters].forEach((letter, index) => view.setUint8(at + index, letter.charCodeAt(0)));
+  const text = (at, letters) => {
+    for (let index = 0; index < letters.length; index++) view.setUint8(at + index, letters.charCodeAt(index));
+  };
   text(0, "RIFF");
   view.setUint32(4, HEADER_BYTES - 8 + bytes, true);
   text(8, "WAVEfmt ");

@@ -3,9 +3,10 @@ import { test } from "node:test";
 
 import { Captions, transcript } from "../../server/static/captions.js";
 
-const heard = (frame_index, delta, transcript) => ({ type: "conversation.item.input_audio_transcription.delta", frame_index, delta, transcript });
-const said = (frame_index, delta, text) => ({ type: "response.text.delta", frame_index, token_id: 1, delta, text });
-const called = (frame_index, delta, text) => ({ type: "response.function.delta", frame_index, token_id: 1, delta, text });
+const TRANSCRIPT = "conversation.item.input_audio_transcription.delta";
+const heard = (frame_index, delta, transcript) => ({ type: TRANSCRIPT, frame_index, delta, transcript });
+const said = (frame_index, delta, text) => ({ type: "response.text.delta", frame_index, delta, text });
+const called = (frame_index, delta, text) => ({ type: "response.function.delta", frame_index, delta, text });
 const brief = ({ turns }) => turns.map(({ speaker, text }) => `${speaker}: ${text}`);
 
 test("a question, its answer, the next question: a turn each, though the last word comes late", () => {
@@ -17,7 +18,8 @@ test("a question, its answer, the next question: a turn each, though the last wo
   captions.take(heard(60, " And", "What is it? And"));
   captions.take(heard(62, " now?", "What is it? And now?"));
   captions.take(said(90, " Now.", "The thing. Now."));
-  assert.deepEqual(brief(captions), ["user: What is it?", "assistant: The thing.", "user: And now?", "assistant: Now."]);
+  const turns = ["user: What is it?", "assistant: The thing.", "user: And now?", "assistant: Now."];
+  assert.deepEqual(brief(captions), turns);
 });
 
 test("a speaker who pauses is one turn, after four seconds a new one", () => {
@@ -51,5 +53,6 @@ test("function text is a speaker apart and divides nobody's turn; other events a
 test("the text file names the model, the prompt, the seed and the time of each turn", () => {
   const turns = [{ speaker: "user", text: "Hello.", frame: 5 }, { speaker: "assistant", text: "Hi.", frame: 800 }];
   const text = transcript(turns, { model: "tiny", systemPrompt: "", seed: 7, started: "today" });
-  assert.equal(text, "Conversation of today with tiny\nSystem prompt: (the model's own)\nSeed: 7\n\n[00:00.4] user: Hello.\n[01:04.0] assistant: Hi.\n");
+  const heading = "Conversation of today with tiny\nSystem prompt: (the model's own)\nSeed: 7\n";
+  assert.equal(text, `${heading}\n[00:00.4] user: Hello.\n[01:04.0] assistant: Hi.\n`);
 });

@@ -20,7 +20,8 @@ test("a key travels as a subprotocol, and an empty prompt is the model's own", (
   assert.deepEqual(protocol.subprotocols("k.1"), ["realtime", "openai-insecure-api-key.k.1"]);
   assert.ok(protocol.isSendable("sk-A_1.~") && !protocol.isSendable("two words") && !protocol.isSendable("é"));
   assert.deepEqual(protocol.sessionUpdate({ systemPrompt: "", seed: 3 }).session, { seed: 3 });
-  assert.deepEqual(protocol.sessionUpdate({ systemPrompt: "Be brief.", seed: 0 }).session, { system_prompt: "Be brief.", seed: 0 });
+  const { session } = protocol.sessionUpdate({ systemPrompt: "Be brief.", seed: 0 });
+  assert.deepEqual(session, { system_prompt: "Be brief.", seed: 0 });
 });
 
 test("the figures: a server's own time for a frame, and what it has not answered", () => {
@@ -64,8 +65,12 @@ test("every end has its words", () => {
   const words = (close) => ended({ reason: "", error: null, finished: false, ...close });
   assert.deepEqual(words({ code: 1013, error: { code: "server_busy", message: "" } })[0], "busy");
   assert.match(words({ code: 1008, error: { code: "slow_consumer", message: "" } })[1], /fast enough/);
-  assert.match(words({ code: 1008, error: { code: "invalid_request", message: "Idle for 120 s." } })[1], /Idle for 120 s/);
-  assert.match(words({ code: 1000, error: { code: "inference_error", message: "The limit of 600 s." } })[1], /limit of 600 s/);
+  const idle = { code: "invalid_request", message: "Idle for 120 s." };
+  assert.match(words({ code: 1008, error: idle })[1], /Idle for 120 s/);
+  const limit = { code: "inference_error", message: "The limit of 600 s." };
+  assert.match(words({ code: 1000, error: limit })[1], /limit of 600 s/);
+  const unopened = { code: "session_initialization_failed", message: "The prompt is too long." };
+  assert.match(words({ code: 1005, error: unopened })[1], /did not begin: The prompt is too long/);
   assert.match(words({ code: 1001 })[1], /shutting down/);
   assert.match(words({ code: 1006 })[1], /broke/);
   assert.match(words({ code: 1009, reason: "too big" })[1], /1009.*too big/);
@@ -76,7 +81,8 @@ test("every refusal says what to do", () => {
   assert.match(refused({ health: "unreachable", status: 0 }), /mlx-voicechat serve/);
   assert.match(refused({ health: "ready", status: 401, key: "" }), /asks for an API key/);
   assert.match(refused({ health: "ready", status: 401, key: "k" }), /does not accept/);
-  assert.match(refused({ health: "ready", status: 426, origin: "https://mac.local:8080" }), /--allowed-origins https:\/\/mac.local:8080/);
+  const elsewhere = { health: "ready", status: 426, origin: "https://mac.local:8080" };
+  assert.match(refused(elsewhere), /--allowed-origins https:\/\/mac.local:8080/);
   const advice = insecure({ hostname: "mac.local", port: "8080" });
   assert.match(advice, /http:\/\/localhost:8080\/.*--ssl-certfile.*https:\/\/mac.local:8080\//);
 });

@@ -113,3 +113,16 @@ def played(page: Page) -> tuple[np.ndarray, int]:
 def faults(page: Page) -> list[str]:
     """What is wrong with the page as it is shown: sideways scrolling, contrast, small targets, text cut off."""
     return page.evaluate(FAULTS)
+
+
+def talk(page: Page, url: str) -> None:
+    """Open the page and press Talk."""
+    page.open(url)
+    page.wait_state("ready", "busy")
+    page.click("#talk")
+
+
+def captions(page: Page) -> list[list[str]]:
+    """The turns as they are shown: who, and what."""
+    turns = "[...document.querySelectorAll('.turn')]"
+    return page.evaluate(f"{turns}.map((turn) => [...turn.children].map((part) => part.textContent))")
