@@ -17,7 +17,7 @@ from websockets.sync.client import ClientConnection, connect
 from mlx_voicechat import AudioFrame, Cancelled, Done, Event, FunctionDelta, TextDelta, TranscriptDelta
 from mlx_voicechat.audio import pcm16
 
-WAIT_SECONDS = 30
+WAIT_SECONDS = 20
 FRAME_SAMPLES = 1280
 
 
