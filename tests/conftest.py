@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import soundfile as sf
 
-from tests.support.chromium import Page, chromium, find_chromium
+from tests.support.chromium import ELSEWHERE, Page, chromium, find_chromium
 from tests.support.page_checks import tap
 
 QUESTION = Path(__file__).parents[1] / "examples" / "question.wav"
-ELSEWHERE = "voice.example"  # a name of this machine that no browser trusts
 MISSING = "Failed to load worklet module"  # the browser's own note, as those of its network, of a server that is gone
 
 
@@ -30,7 +29,7 @@ def microphone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def browser(microphone: Path) -> Iterator[Page]:
     if find_chromium() is None:
         pytest.skip("no Chromium: set MLX_VOICECHAT_CHROMIUM")
-    with chromium(microphone, f"--host-resolver-rules=MAP {ELSEWHERE} 127.0.0.1") as page:
+    with chromium(microphone) as page:
         tap(page)
         yield page
 

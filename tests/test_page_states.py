@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.conftest import ELSEWHERE
-from tests.support.chromium import Page
+from tests.support.chromium import ELSEWHERE, Page
 from tests.support.page_checks import faults, talk
 from tests.support.stand_in import Scene, stand_in
 

@@ -13,6 +13,7 @@ const POLL_MS = 1000;
 const GOODBYE_MS = 2000;
 const SILENT_FRAMES = 12; // a second of zeros: not a quiet room, but no sound at all
 const LOUD_PEAK = 0.05; // of a person who speaks
+const BREATH_FRAMES = 6; // half a second between two words is still speaking
 const QUIET_PEAK = 0.005; // of an assistant who does not
 const YIELD_FRAMES = 2; // quiet ones after which an assistant who was spoken over has yielded
 const BEHIND_SECONDS = 1; // a server that is late by less is not spoken of
@@ -36,7 +37,7 @@ export class Conversation {
     this.playFrom = 0;
     this.quietFrames = 0;
     this.silentFrames = 0;
-    this.userPeak = 0;
+    this.sinceLoud = Infinity; // frames since the person spoke
     this.remarked = null; // what the notice is about
   }
 
@@ -97,12 +98,13 @@ export class Conversation {
     const off = muted || (halfDuplex && this.speaking);
     this.checkSound(level);
     this.checkLag(this.timing.lagSeconds);
-    this.userPeak = off ? 0 : level;
+    const loudness = off ? 0 : level;
+    this.sinceLoud = loudness > LOUD_PEAK ? 0 : this.sinceLoud + 1;
     const pcm = off ? new Int16Array(INPUT_FRAME_SAMPLES) : toPcm(frame);
     this.recording.heard(pcm);
     this.timing.sent(performance.now() / 1000);
     this.connection.send(append(pcm));
-    this.view.level(this.userPeak);
+    this.view.level(loudness);
     this.view.figures(this);
   }
 
@@ -151,7 +153,7 @@ export class Conversation {
     if (this.discarding || index < this.playFrom) return;
     const samples = toFloat(pcm);
     this.quietFrames = peak(samples) < QUIET_PEAK ? this.quietFrames + 1 : 0;
-    if (this.quietFrames === YIELD_FRAMES && this.userPeak > LOUD_PEAK) this.audio.clear();
+    if (this.quietFrames === YIELD_FRAMES && this.sinceLoud < BREATH_FRAMES) this.audio.clear();
     else this.audio.play(samples);
   }
 
