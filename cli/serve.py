@@ -7,7 +7,7 @@ import os
 import ssl
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 from urllib.parse import urlsplit
 
 import typer
@@ -19,6 +19,10 @@ from .generate import DEFAULT_MODEL
 from .main import Ended
 from .options import KeyValueCache, SpeechWeights, positive_seconds
 from .render import complain, note
+
+if TYPE_CHECKING:
+    from mlx_voicechat.model import VoiceChat
+    from mlx_voicechat.speech_weights import Choice
 
 LEVELS = ("debug", "info", "warning", "error")
 SWITCH_SECONDS = 0.001  # Python's 5 ms between threads would be added to a frame's time
@@ -119,12 +123,12 @@ def serve(
     _log(log_level)
     listener = listen(host, port)
 
-    def load() -> mlx_voicechat.model.VoiceChat:
+    def load() -> VoiceChat:
         loaded = mlx_voicechat.load(
             model,
             say=note,
             compile=compiled,
-            speech_weights=cast("mlx_voicechat.speech_weights.Choice | None", speech_weights),
+            speech_weights=cast("Choice | None", speech_weights),
             kv_cache=kv_cache,
         )
         if loaded.config.demonstration:

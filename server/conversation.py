@@ -153,13 +153,13 @@ class Conversation:
         request = self._waiting[0]
         if isinstance(request, Append):
             return self._hear(request)
-        seconds = self._commit(request) if isinstance(request, Commit) else None
-        if isinstance(request, Relay):
-            self._tell([request])
-        if not self.ended:
-            self._waiting.popleft()
-            self.traffic.requests_taken += 1
-        return seconds
+        self._waiting.popleft()
+        self.traffic.requests_taken += 1
+        if isinstance(request, Commit):
+            return self._commit(request)
+        assert isinstance(request, Relay)
+        self._tell([request])
+        return None
 
     def _hear(self, request: Append) -> float | None:
         assert self._session is not None
@@ -169,19 +169,21 @@ class Conversation:
         try:
             events = self._session.push(piece, self._config.input_rate_hz)
         except LimitError as limit:
+            self._heard(request, len(request.samples))
             self._tell([Refused(str(limit), request.event_id)])
-            return self._heard(request, len(request.samples))
+            return None
         seconds = time.perf_counter() - started
         if events and isinstance(events[-1], LimitReached):
             message = f"The session's limit of {events[-1].seconds:g} s is reached. Commit, and open a new one."
-            self._tell([*self._told(events[:-1]), Refused(message, request.event_id)])
             self._heard(request, len(request.samples))
+            self._tell([*self._told(events[:-1]), Refused(message, request.event_id)])
         else:
-            self._tell(self._told(events))
             self._heard(request, end)
+            self._tell(self._told(events))
         return seconds if any(isinstance(event, AudioFrame) for event in events) else None
 
     def _heard(self, request: Append, end: int) -> None:
+        """Count it, before what it gave is told: the connection then looks whether there is room."""
         self.traffic.samples_taken += (end - self._at) // FLOAT_BYTES
         self._at = end
         if end == len(request.samples):
