@@ -410,7 +410,7 @@ def tormented(server: RunningServer) -> Iterator[Caller]:
         yield caller
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(message=MALFORMED)
 def test_malformed_messages(tormented: Caller, message: Any) -> None:
     sent = message if isinstance(message, bytes) else json.dumps(message)

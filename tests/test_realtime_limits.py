@@ -341,7 +341,7 @@ def test_a_client_that_does_not_read(model: VoiceChat) -> None:
 
             def send_much() -> None:
                 with suppress(ConnectionClosed):
-                    for _ in range(30):
+                    for _ in range(20):
                         slow.send(said(5))
 
             sender = threading.Thread(target=send_much, daemon=True)
@@ -383,7 +383,7 @@ def test_a_client_that_sends_all_at_once(model: VoiceChat, gate: Gate) -> None:
             assert sum(sent) < 40
             assert server.engine._waiting_seconds() <= 12
             gate.open()
-            fast.frames(40)
+            fast.frames(10)
             fast.socket.socket.shutdown(socket.SHUT_RDWR)
             sender.join(10)
         eventually_opened(server.ws_url)

@@ -23,6 +23,8 @@ from mlx_voicechat.cli import client, talk
 from mlx_voicechat.cli.client import realtime_url
 from mlx_voicechat.cli.main import run
 from mlx_voicechat.errors import InputError
+from tests.support.checkpoints import GOLDEN
+from tests.support.server import ServerProcess, serve_process
 from tests.support.standin import Peer, standing_in
 
 SECOND_FRAMES = 13  # 1 s is 12.5 frames
@@ -664,3 +666,92 @@ def test_interrupted_before_the_first_frame(command: Command, kept: Path) -> Non
     with standing_in(script) as server:
         code, printed, err = command(server.url, "--output-audio", kept)
     assert (code, printed, err) == (130, "", "note: interrupted after 0.00 s of the conversation.\n")
+
+
+# Both commands as processes
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+KEY = "s3cret-Key"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ServerProcess]:
+    env = os.environ | {"MLX_VOICECHAT_API_KEY": KEY}
+    with serve_process("-m", "tiny", "--log-level", "debug", env=env) as server:
+        yield server
+
+
+def started(folder: Path, command: str, file: str, *options: object) -> subprocess.Popen[str]:
+    """A command of ours on one of the examples, at work."""
+    words = [command, "--file" if command == "talk" else "--audio", str(EXAMPLES / file), *map(str, options)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "mlx_voicechat.cli.main", *words],
+        cwd=folder,
+        env=os.environ | {"MLX_VOICECHAT_API_KEY": KEY},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore it
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def test_the_result_is_that_of_generate(served: ServerProcess, tmp_path: Path) -> None:
+    options = ["-p", "Be concise.", "--seed", 7, "--extra-decoding-seconds", 1.23]
+    stream = ["-m", "tiny", "--stream", "--output-audio", tmp_path / "generate.wav"]
+    code, printed, _ = ended(started(tmp_path, "generate", "question.wav", *stream, *options))
+    assert code == 0
+    assert len(printed) > len("[user] \n")
+    fast = ["--url", served.ws_url, "--fast", "--output-audio", tmp_path / "talk.wav"]
+    assert ended(started(tmp_path, "talk", "question.wav", *fast, *options)) == (0, printed, "")
+    difference = wav(tmp_path / "talk.wav").astype(int) - wav(tmp_path / "generate.wav")
+    assert np.abs(difference).max() == 1
+
+
+def test_ctrl_c_keeps_what_was_spoken(served: ServerProcess, tmp_path: Path) -> None:
+    for _ in range(2):  # the slot is free again
+        out = tmp_path / "out.wav"
+        process = started(tmp_path, "talk", "question.wav", "--url", served.url, "--output-audio", out)
+        assert process.stdout
+        assert process.stdout.read(6) == "[user]"
+        process.send_signal(signal.SIGINT)
+        code, _, err = ended(process)
+        assert code == 130, err
+        assert err.startswith("note: interrupted after ")
+        assert err.count("\n") == 1
+        assert 0 < len(wav(out)) < 66 * 1764
+        assert len(wav(out)) % 1764 == 0
+
+
+def test_a_busy_server(served: ServerProcess, tmp_path: Path, command: Command) -> None:
+    first = started(tmp_path, "talk", "question.wav", "--url", served.url)
+    assert first.stdout
+    assert first.stdout.read(6) == "[user]"
+    assert "busy with another conversation" in one_line(command(served.url, "--api-key", KEY))
+    first.terminate()
+    assert ended(first)[0] == 128 + signal.SIGTERM
+
+
+def test_the_key_is_asked_for_and_never_logged(served: ServerProcess, command: Command) -> None:
+    assert "asks for an API key" in one_line(command(served.url))
+    assert "does not accept this API key" in one_line(command(served.url, "--api-key", "guess"))
+    assert KEY not in "".join(served.stderr)
+    assert "guess" not in "".join(served.stderr)
+
+
+def test_a_server_that_is_killed(tmp_path: Path) -> None:
+    out = tmp_path / "out.wav"
+    with serve_process("-m", str(GOLDEN / "tiny-f32")) as server:
+        process = started(tmp_path, "talk", "question.wav", "--url", server.url, "--output-audio", out)
+        assert process.stdout
+        assert process.stdout.read(1)  # tiny-f32 babbles at once
+        server.end(signal.SIGKILL)
+        code, _, err = ended(process)
+    assert code == 1
+    assert err.startswith("error: The connection to the server was lost")
+    assert f"what was spoken until then is in {out}." in err
+    assert len(wav(out)) % 1764 == 0
