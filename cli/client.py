@@ -324,7 +324,7 @@ def _http_error(answer: InvalidStatus, address: str, with_key: bool) -> ServerEr
     return _not_such_a_server(address, f"HTTP {status}{why}")
 
 
-def _told(body: bytes | None) -> str:
+def _told(body: bytes | bytearray | None) -> str:
     """What an error's body says, as the end of a sentence."""
     try:
         error = json.loads(body or b"")["error"]
