@@ -63,7 +63,7 @@ def convert(
         for line in job.describe(target):
             complain(line)
         with _progress("converting") as progress:
-            conversion.run(job, target, progress)
+            conversion.run(job, target, progress, complain)
         if samples is not None:
             from mlx_voicechat.convert.verify import verify_tensors
 

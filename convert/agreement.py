@@ -107,7 +107,7 @@ def run(model: VoiceChat, samples: np.ndarray, ids: np.ndarray | None = None) ->
     choose = model.language.choose
 
     def noted(hidden: mx.array) -> tuple[mx.array, mx.array]:
-        both = mx.stack(model.language.logits(hidden[:, -1])).squeeze(1).astype(mx.float32)
+        both = mx.stack(list(model.language.logits(hidden[:, -1]))).squeeze(1).astype(mx.float32)
         logits.append(np.array(both))
         return choose(hidden)
 

@@ -22,26 +22,29 @@ tags:
 
 # NemotronLabs VoiceChat for MLX, {plan}
 
-Weights of [{original}](https://huggingface.co/{original}), converted with
-`{program}` for Apple Silicon.
+{origin}
+Converted with `{program}` for Apple Silicon.
 
     pip install mlx-voicechat
     mlx-voicechat generate --model FOLDER --audio question.wav
-
-**Licence.** The weights are NVIDIA's and stay under the licence that NVIDIA names on the
-[model card](https://huggingface.co/{original}); converting them changes nothing about it. Read it before use.
 
 | | |
 |---|---|
 {rows}
 
-How the weights are stored, the first rule that matches decides:
+How the weights are stored (`keep`: as in the source); the first line that fits decides:
 
 | weights | stored as |
 |---|---|
 {rules}
-| all others | bf16 |
 """
+
+NVIDIAS = """Weights of [{original}](https://huggingface.co/{original}).
+
+**Licence.** The weights are NVIDIA's and stay under the licence that NVIDIA names on the
+[model card](https://huggingface.co/{original}); converting them changes nothing about it. Read it before use.
+"""
+OTHERS = {True: "Random weights, for tests.\n", False: "Not NVIDIA's weights: {demonstration}.\n"}
 
 
 def model_card(source: Source, plan: Plan, facts: Mapping[str, Any]) -> str:
@@ -53,8 +56,11 @@ def model_card(source: Source, plan: Plan, facts: Mapping[str, Any]) -> str:
         "tokenizer revision": facts["tokenizer_revision"] or "not from the hub",
         "default voice": source.config.speaker,
     }
+    config = source.config
+    origin = OTHERS[config.synthetic] if config.synthetic or config.demonstration else NVIDIAS
     return CARD.format(
         original=ORIGINAL,
+        origin=origin.format(original=ORIGINAL, demonstration=config.demonstration),
         plan=plan.name,
         program=facts["program"],
         rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),

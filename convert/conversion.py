@@ -21,7 +21,7 @@ from mlx_voicechat.text import Tokenizer, character_table
 
 from . import card, writer
 from .plans import Plan, Quantised, Setting
-from .source import BLOCK_BYTES, Block, Source, Tensor
+from .source import BLOCK_BYTES, Block, Say, Source, Tensor
 from .writer import Entry
 
 CONVERSION_KEY = "mlx_voicechat_conversion"  # in config.json: where the checkpoint comes from, and how
@@ -88,10 +88,10 @@ class Job:
         """What a user should know before the work."""
         source, count = self.source, len(self.source.tensors)
         held = sum(part.bytes for tensor in source.tensors.values() for part in tensor.parts.values())
-        rules = "; ".join(f"{text} {setting}" for text, setting in self.plan.described().items())
+        rules = "; ".join(f"{text}: {setting}" for text, setting in self.plan.described().items())
         return [
             f"source: {source.name}, {LAYOUT_NAMES[source.layout]}, {count:,} tensors, {size(held)}",
-            f"plan: {self.plan.name} ({rules}; all else bf16)",
+            f"plan: {self.plan.name} ({rules})",
             f"output: {target}, about {size(self.bytes)} in {len(self.shards)} weight files",
             f"disk: {size(self.bytes)} needed, {size(shutil.disk_usage(target.parent).free)} free; "
             f"memory: at most about {size(self.peak_bytes)}",
@@ -134,8 +134,10 @@ def float_type(tensor: Tensor, setting: Setting) -> str:
     return "F32" if setting == "f32" else "BF16"
 
 
-def run(job: Job, target: Path, progress: Progress = lambda done, total: None) -> None:
-    """Write the checkpoint. Raises InputError (no space) and VoiceChatError (the disk); then nothing is left."""
+def run(job: Job, target: Path, progress: Progress = lambda done, total: None, say: Say = lambda text: None) -> None:
+    """Write the checkpoint; `say` gets a line before what takes time without progress.
+
+    Raises InputError (no space) and VoiceChatError (the disk); then nothing is left."""
     free = shutil.disk_usage(target.parent).free
     if job.bytes > free:
         raise InputError(f"{target} needs {size(job.bytes)}, the disk has {size(free)}.", "Free some space.")
@@ -149,7 +151,7 @@ def run(job: Job, target: Path, progress: Progress = lambda done, total: None) -
                 writer.write_file(folder / name, (source.tokenizer_folder / name).read_bytes())
         writer.write_file(folder / "README.md", card.model_card(source, job.plan, raw[CONVERSION_KEY]).encode())
         _write_shards(job, folder, progress)
-        _write_text_table(folder, config, source)
+        _write_text_table(folder, config, source, say)
 
 
 def configuration(job: Job) -> dict[str, Any]:
@@ -194,6 +196,7 @@ def _write_shards(job: Job, folder: Path, progress: Progress) -> None:
                     file.write(data, starts[entry.name] + block.row * _row_bytes(entry))
                     done += len(data)
                     progress(done, total)
+                mx.clear_cache()
                 left -= len(output.entries)
     writer.write_index(folder, job.shards)
 
@@ -234,7 +237,7 @@ def _bytes(array: mx.array) -> memoryview:
 # -- the text table -------------------------------------------------------------------------------------------------
 
 
-def _write_text_table(folder: Path, config: ModelConfig, source: Source) -> None:
+def _write_text_table(folder: Path, config: ModelConfig, source: Source, say: Say) -> None:
     """The table that `load` would make of what was just written; that of the source where it is the same."""
     tts = text_side(folder, config, source.tokenizer)
     characters = character_table(source.tokenizer)
@@ -243,6 +246,7 @@ def _write_text_table(folder: Path, config: ModelConfig, source: Source) -> None
     if table is None:
         fusion = tts.gated_fusion_audio_text
         fusion.prepare()
+        say(f"text table: {shape[0]:,} tokens, {size(4 * shape[0] * shape[1])}")
         table = text_table.fast(tts, lambda: tts.embed_subword.table(characters, fusion.text))
     entry = Entry(text_table.TENSOR, "F32", shape)
     beginning, starts = writer.header([entry], text_table.facts(fingerprint))

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -33,6 +34,7 @@ BODY = r"stt_model\.llm\.layers\.\d+\.mixer\.\w+_proj\.weight"
 HEADS = r"stt_model\.(embed_tokens|lm_head|function_head)\.weight"
 LANGUAGE = re.compile(f"{BODY}|{HEADS}")
 CODEBOOKS = re.compile(r"tts_model\.(tts_model\.rvq_embs|audio_codec\.prvq\.mus_list\.\d+)")
+REST = {"codebooks, A_log, integers": "keep", "all others": "bf16"}  # what no rule decides
 KEPT = re.compile(rf".*\.A_log|{CODEBOOKS.pattern}")  # never below the source's width, unless as published
 
 
@@ -101,7 +103,8 @@ class Plan:
 
     def described(self) -> dict[str, str]:
         """The rules as text, for config.json and the model card."""
-        return {rule.text: str(rule.settings[0]) for rule in self.rules}
+        rules = {rule.text: str(rule.settings[0]) for rule in self.rules}
+        return rules if "*" in rules else rules | REST
 
     def settings(self, tensors: Mapping[str, Facts]) -> dict[str, Setting]:
         """How each tensor is stored. Raises InputError, by name: what cannot be narrowed, groups, parts, idle rules."""
@@ -113,10 +116,10 @@ class Plan:
         idle = set(self.rules)
         for name, facts in tensors.items():
             rule = next((rule for rule in self.rules if rule.matches(name)), None)
-            idle.discard(rule)  # type: ignore[arg-type]
             if rule is None:
                 chosen[name] = "keep" if facts.integer or KEPT.fullmatch(name) else "bf16"
                 continue
+            idle.discard(rule)
             chosen[name] = setting = _first_fitting(rule, facts)
             if _narrows(name, facts, setting, self.file):
                 refused.setdefault(rule, []).append(name)
@@ -185,7 +188,7 @@ def _check_available(setting: Setting) -> None:
         mx.quantize(mx.zeros((32, 128), mx.bfloat16), **setting.arguments())
     except (ValueError, TypeError, RuntimeError):
         raise InputError(
-            f"This MLX ({mx.__version__}) cannot quantise as {setting}.", "Update MLX, or choose another plan."
+            f"This MLX ({metadata.version('mlx')}) cannot quantise as {setting}.", "Update MLX, or choose another plan."
         ) from None
 
 

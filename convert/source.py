@@ -118,8 +118,8 @@ class Source:
             return
         settings = tensor.quantised.arguments()
         for row, count in _runs(tensor.shape[0], rows or BLOCK_BYTES // (4 * tensor.shape[1])):
-            packed = [self._rows(entry, row, count) for entry in tensor.parts.values()]
-            yield Block(row, mx.dequantize(*packed, **settings))
+            weight, scales, *biases = (self._rows(entry, row, count) for entry in tensor.parts.values())
+            yield Block(row, mx.dequantize(weight, scales, biases[0] if biases else None, **settings))
 
     def stored(self, name: str, part: str, rows: int | None = None) -> Iterator[Block]:
         """One stored part of a tensor as it stands, re-laid only."""
@@ -144,7 +144,8 @@ class Source:
         stride = values.nbytes // max(1, rows)
         stream = self._stream(entry.file)
         stream.seek(entry.start + row * stride)
-        view = memoryview(values.reshape(-1).view(np.uint8))
+        data: Any = values.reshape(-1).view(np.uint8)
+        view = memoryview(data)
         while view:
             read = stream.readinto(view)
             if not read:
@@ -193,7 +194,7 @@ def open_source(
     elif tokenizer_revision is not None:
         raise InputError("--tokenizer-revision needs --tokenizer: this checkpoint has a tokenizer of its own.")
     else:
-        given, beside, beside_revision = source, folder, source_revision
+        beside, beside_revision = folder, source_revision
     words = Tokenizer(beside)
     stored = {name: Stored(file, *entry) for file in files(folder) for name, entry in places(folder / file).items()}
     if kind == "nvidia":
@@ -201,11 +202,11 @@ def open_source(
     config = parse_config(raw, str(folder / "config.json"))
     checkpoint.check_tokenizer(words, beside, config)
     return Source(
-        name=_public_name(source, folder),
+        name=_public_name(folder),
         folder=folder,
         layout=kind,
         revision=source_revision,
-        tokenizer_name=_public_name(given, beside),
+        tokenizer_name=_public_name(beside),
         tokenizer_folder=beside,
         tokenizer_revision=beside_revision,
         raw=raw,
@@ -225,19 +226,18 @@ def _find(name: str, revision: str | None, patterns: list[str], option: str, say
     elif hub.is_repository_id(name):
         folder = hub.fetch(name, revision=revision, patterns=patterns, say=say)
     else:
-        checkpoint.find(name, say)  # says what it is instead
-        raise InputError(f"{option} cannot be {name}.", "Name a folder or a hub id.")
+        folder = checkpoint.find(name, say)  # `tiny`, or an error that says what it is instead
     snapshot = folder.resolve().name
     return folder, snapshot if REVISION.fullmatch(snapshot) else None
 
 
-def _public_name(given: str, folder: Path) -> str:
+def _public_name(folder: Path) -> str:
     """A hub id, or a folder's own name: where it lies on this machine is nobody else's business."""
     parents = folder.resolve().parts
     cached = next((part for part in parents if part.startswith("models--")), None)
     if cached is not None:
         return cached.removeprefix("models--").replace("--", "/")
-    return folder.resolve().name if Path(given).expanduser().is_dir() else given
+    return folder.resolve().name
 
 
 def _layout(raw: Mapping[str, Any], folder: Path) -> Layout:

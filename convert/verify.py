@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,8 +72,7 @@ def _rows(source: Source, output: Output) -> int:
     shape = output.tensor.shape
     if not shape or source.read_whole(output.tensor):
         return max(1, shape[0] if shape else 1)
-    width = 4 * max(1, int(mx.prod(mx.array(shape[1:] or (1,), mx.int64)).item()))
-    return max(1, ROWS_BYTES // width)
+    return max(1, ROWS_BYTES // (4 * max(1, math.prod(shape[1:]))))
 
 
 def _equal(source: Source, result: Source, name: str, part: str, other: str) -> bool:
