@@ -121,6 +121,10 @@ def serve(
         max_message_bytes=max_message_bytes,
     )
     _log(log_level)
+    if api_key is None and not is_loopback(host):
+        note(
+            f"{host} can be reached from other machines and there is no --api-key: anyone there can talk to the model."
+        )
     listener = listen(host, port)
 
     def load() -> VoiceChat:
@@ -144,10 +148,6 @@ def serve(
         complain(f"ready: {scheme}://{shown}:{listener.getsockname()[1]}{settings.api_prefix}{REALTIME}")
         note("use headphones: through loudspeakers the model hears itself, there is no echo cancellation.")
 
-    if api_key is None and not is_loopback(host):
-        note(
-            f"{host} can be reached from other machines and there is no --api-key: anyone there can talk to the model."
-        )
     engine = Engine(load, settings, announce)
     server = Server(create_app(engine, settings), settings)
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from .access import Gate, refusal
 from .engine import LOADING, READY, WARMING, Engine
@@ -49,7 +49,8 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
             await Connection(websocket, engine, settings).run()
         except Exception:
             log.exception("A connection failed.")
-            await websocket.close(FAILED)
+            with suppress(RuntimeError, WebSocketDisconnect):  # it may be closed already
+                await websocket.close(FAILED)
 
     async def upgrade_required(request: Request) -> Response:
         message = f"{request.url.path} is a WebSocket: connect to it with a WebSocket client."

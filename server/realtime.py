@@ -385,11 +385,13 @@ class Connection:
                 except asyncio.TimeoutError:
                     await self._give_up()
                     return
-            with suppress(WebSocketDisconnect):  # the reader learns of it too
+            try:
                 if isinstance(event, Close):
                     await self._websocket.close(event.code)
                     return
                 await self._websocket.send_text(self._encoded(event))
+            except WebSocketDisconnect:
+                return
             if isinstance(event, messages.Speech) and self._slot is not None:
                 self._slot.sent()
             self._moved.set()

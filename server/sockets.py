@@ -14,6 +14,8 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from ..errors import VoiceChatError
@@ -71,6 +73,12 @@ class Socket(WebSocketsSansIOProtocol):
         await super().run_asgi()
         if not (self.disconnected or self._cutting):  # closing alone waits for ever for a peer that does not read
             self._cut_later(UNREAD_SECONDS if self.transport.get_write_buffer_size() else CLOSING_SECONDS)
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await self.writable.wait()
+        if self._cutting:  # the server closed it, and the handler does not know yet
+            raise ClientDisconnected
+        await super().send(message)
 
     @property
     def blocked(self) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PROGRAM = "from mlx_voicechat.cli.main import main; main()"  # as the installed script has it
 WAIT_SECONDS = 60  # for what takes a second or two
 
 
@@ -106,7 +107,7 @@ def serve_process(*arguments: str, env: dict[str, str] | None = None) -> Iterato
 
     Raises AssertionError with its stderr when it ends before it is ready.
     """
-    command = [sys.executable, "-m", "mlx_voicechat.cli.main", "serve", "--port", "0", *arguments]
+    command = [sys.executable, "-c", PROGRAM, "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env)
     served = ServerProcess(process)
     ready = threading.Event()
