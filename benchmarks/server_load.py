@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,9 @@ class Call:
         """Frames sent whose speech has not come."""
         return len(self.sent) - len(self.got)
 
-    async def open(self, url: str) -> None:
-        self._socket = await connect(url, compression=None, ping_timeout=None, max_queue=None)
+    async def open(self, url: str, files: AsyncExitStack) -> None:
+        connecting = connect(url, compression=None, ping_timeout=None, max_queue=None)
+        self._socket = await files.enter_async_context(connecting)
         await self._socket.recv()
         await self._socket.send(json.dumps({"type": "session.update", "session": {"seed": self.seed}}))
         assert json.loads(await self._socket.recv())["type"] == "session.updated"
@@ -103,7 +105,6 @@ class Call:
             await self._socket.send(message)
             self.sent.append(time.perf_counter())
         await reader
-        await self._socket.close()
 
     async def _read(self, socket: Any, count: int) -> None:
         while len(self.got) < count:
@@ -129,8 +130,6 @@ def text(frame: np.ndarray) -> str:
 
 async def play(url: str, calls: list[Call]) -> list[list[int]]:
     """Play all at once; how far each was behind, every half second."""
-    for call in calls:
-        await call.open(url)
     seen: list[list[int]] = []
 
     async def watch() -> None:
@@ -139,10 +138,13 @@ async def play(url: str, calls: list[Call]) -> list[list[int]]:
             if all(0 < len(call.sent) < len(call.frames) for call in calls):
                 seen.append([call.behind for call in calls])
 
-    watcher = asyncio.create_task(watch())
-    begin = time.perf_counter() + 0.5
-    await asyncio.gather(*(call.play(begin) for call in calls))
-    watcher.cancel()
+    async with AsyncExitStack() as files:
+        for call in calls:
+            await call.open(url, files)
+        watcher = asyncio.create_task(watch())
+        begin = time.perf_counter() + 0.5
+        await asyncio.gather(*(call.play(begin) for call in calls))
+        watcher.cancel()
     return seen
 
 

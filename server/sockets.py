@@ -76,7 +76,7 @@ class Socket(WebSocketsSansIOProtocol):
 
     async def send(self, message: ASGISendEvent) -> None:
         await self.writable.wait()
-        if self._cutting:  # the server closed it, and the handler does not know yet
+        if self._cutting or self.transport.is_closing():  # and the handler does not know yet
             raise ClientDisconnected
         await super().send(message)
 

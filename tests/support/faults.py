@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -282,6 +283,7 @@ class Fuzzer:
         self.codes: list[str] = []
         self.wrong: list[tuple[Any, ...]] = []
         self._sockets: dict[bool, ClientConnection] = {}
+        self._open = {True: ExitStack(), False: ExitStack()}
 
     def run(self, count: int, progress: Callable[[], None] = lambda: None) -> None:
         @seed(self.number)
@@ -297,9 +299,8 @@ class Fuzzer:
             self.attempt(raw, configured)
             progress()
 
-        one()
-        for connection in self._sockets.values():
-            connection.close()
+        with self._open[True], self._open[False]:
+            one()
 
     def attempt(self, raw: str | bytes, configured: bool) -> None:
         """Send one message and compare its answer."""
@@ -314,6 +315,7 @@ class Fuzzer:
                 errors = self._errors(connection, None, None)
         except ConnectionClosed as closed:
             del self._sockets[configured]
+            self._open[configured].close()
             errors = [] if closed.rcvd and closed.rcvd.code == 1000 else [("closed", str(closed))]
         else:
             fence = f"fence {self.sent}"
@@ -328,7 +330,8 @@ class Fuzzer:
     def _socket(self, configured: bool) -> ClientConnection:
         if configured not in self._sockets:
             self.connections += 1
-            connection = connect(self.url, compression=None, ping_timeout=None)
+            connecting = connect(self.url, compression=None, ping_timeout=None)
+            connection = self._open[configured].enter_context(connecting)
             connection.recv(WAIT_SECONDS)
             if configured:
                 connection.send(json.dumps({"type": "session.update"}))
