@@ -178,8 +178,16 @@ def test_interrupt_and_stop_empty_what_waits(page: Page) -> None:
 
 
 def test_spoken_over_where_the_model_yields_what_waits_is_dropped(page: Page) -> None:
-    yielded = 40  # frames of speech, two seconds of them ahead; the question has begun when the last is sent
-    scene = Scene(ahead=25, speaks=lambda index: index < yielded)
+    scene = Scene(ahead=25)  # two seconds wait to be played
+    spoken_frames: list[int] = []
+
+    def yields(index: int) -> bool:
+        heard_question = len(spoken_frames) > scene.ahead and np.abs(scene.heard()).max() > 0.1 * 32768
+        if not heard_question and index == len(spoken_frames):
+            spoken_frames.append(index)
+        return index < len(spoken_frames)
+
+    scene.speaks = yields
     with stand_in(scene) as url:
         talk(page, url)
         page.wait_state("speaking")
@@ -188,7 +196,7 @@ def test_spoken_over_where_the_model_yields_what_waits_is_dropped(page: Page) ->
         page.wait_state("ready")
         samples, rate = played(page)
     heard_seconds = np.count_nonzero(np.abs(samples) > 0.01) / rate
-    assert 0.5 < heard_seconds < 0.08 * yielded - 0.5
+    assert 0.5 < heard_seconds < 0.08 * len(spoken_frames) - 0.5
 
 
 def test_mute_and_half_duplex_send_silence(page: Page) -> None:
