@@ -36,6 +36,7 @@ CLEARED_FRAMES = 256  # kept buffers are let go so often: what grows with time n
 PREFILL_CHUNK = 512  # prompt positions of the LLM at once
 CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
 CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
+MLX_CPU_CACHE_BYTES = 2**25  # what MLX keeps on a CPU unless told otherwise
 MAX_EXTRA_SECONDS = 1e6  # of silence at once: it is all in memory
 KEPT_OPENINGS = 2  # a prompt's caches are hundreds of megabytes at full size
 
@@ -496,13 +497,15 @@ def fuses() -> bool:
 def limit_buffer_cache() -> None:
     """Bound the buffers that MLX keeps for reuse: CACHE_VARIABLE in MB, else a part of the machine's memory.
 
-    A limit that the program has set before stays. MLX's own default on a GPU is all memory, so it grows for hours.
+    On a CPU nothing is kept: malloc is as fast there, and attention asks for larger buffers each frame. A smaller
+    limit than MLX's own, which on a GPU is all memory, is the program's and stays.
     """
     own = os.environ.get(CACHE_VARIABLE)
     if own and not own.isdecimal():
         raise InputError(f"{CACHE_VARIABLE} is {own!r}, expected a whole number of megabytes.")
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = int(own) * 2**20 if own else min(total // CACHE_PART, MAX_CACHE_BYTES)
+    on_cpu = mx.default_device().type == mx.cpu
+    part = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // CACHE_PART
+    limit = int(own) * 2**20 if own else 0 if on_cpu else min(part, MAX_CACHE_BYTES)
     before = mx.set_cache_limit(limit)
-    if not own and before < mx.get_memory_limit():
+    if not own and before < (MLX_CPU_CACHE_BYTES if on_cpu else mx.get_memory_limit()):
         mx.set_cache_limit(before)
