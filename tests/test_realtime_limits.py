@@ -120,6 +120,8 @@ def eventually_opened(url: str) -> int:
             event = caller.receive()
             if event["type"] == "session.created":
                 caller.open()
+                caller.send({"type": "session.cancel"})  # so that it is free again
+                assert caller.closed() == (1000, "")
                 return tries
             assert event["error"]["code"] == "server_busy"
         time.sleep(0.01)
