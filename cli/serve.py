@@ -159,9 +159,9 @@ def serve(
 
 
 def _leave(ended_by: int | None, running: bool) -> None:
-    """Leave as a signal wants it; at once if the engine still loads, which nothing can stop."""
+    """Leave as a signal wants it; at once if the engine is at something that nothing can stop: loading, say."""
     if running:
-        note("ended while the model was loading.")
+        note("ended while the model was at work.")
         os._exit(128 + (ended_by or 0))
     if ended_by is not None:
         raise Ended(128 + ended_by)

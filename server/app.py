@@ -18,15 +18,16 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from .access import Gate, refusal
+from .connection import FAILED
 from .engine import LOADING, READY, WARMING, Engine
 from .limits import RETRY_SECONDS, Settings
 from .metrics import CONTENT_TYPE
 from .page import page_paths, page_routes
-from .realtime import FAILED, Connection
+from .realtime import Realtime
 
 REALTIME = "/v1/realtime"
 NOT_HERE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-END_SECONDS = 1.5  # for the frame that runs when the server ends
+END_SECONDS = 1.0  # for the frame that runs when the server ends
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
             await websocket.send_denial_response(_not_ready(engine))
             return
         try:
-            await Connection(websocket, engine, settings).run()
+            await Realtime(websocket, engine, settings).run()
         except Exception:
             log.exception("A connection failed.")
             with suppress(RuntimeError, WebSocketDisconnect):  # it may be closed already

@@ -100,10 +100,8 @@ class Conversation:
         """Note a request; interrupting and cancelling do not wait for the audio before them."""
         if isinstance(request, Cancel):
             self._cancel(request.told)
-        elif isinstance(request, Interrupt):
-            self.traffic.requests_taken += 1
-            self._interrupts += 1
-            self._force()
+        elif isinstance(request, Interrupt) and self._session is not None:
+            self._interrupt()
         else:
             self._waiting.append(request)
 
@@ -139,14 +137,18 @@ class Conversation:
             next(self._opening)
         except StopIteration as done:
             self._opening, self._session = None, done.value
-            self._force()
+            for request in [request for request in self._waiting if isinstance(request, Interrupt)]:
+                self._waiting.remove(request)
+                self._interrupt()
             self._tell([Opened()])
             return
         mx.synchronize()  # else the device is given the whole prompt at once, and others' frames come after it
 
-    def _force(self) -> None:
-        if self._session is not None and self._interrupts:
-            self._session.force(text=self._config.eos_id)
+    def _interrupt(self) -> None:
+        assert self._session is not None
+        self.traffic.requests_taken += 1
+        self._interrupts += 1
+        self._session.force(text=self._config.eos_id)
 
     def _advance(self) -> float | None:
         """Do the next piece of what waits; seconds of the frame, if it was one."""
@@ -205,7 +207,7 @@ class Conversation:
         rest: list[Told] = [request for request in self._waiting if isinstance(request, Relay)]
         if self._opening is not None:
             self._opening.close()
-        events = self._session.cancel() if self._session is not None else [Cancelled(0)]
+        events: list[Event] = [Cancelled(0)] if self._session is None else self._session.cancel()
         self._end([*rest, *self._told(events)] if told else [])
 
     def _end(self, last: list[Any]) -> None:

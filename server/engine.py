@@ -78,8 +78,8 @@ class Slot:
 class Engine:
     """Sessions of one model on one thread. `load` and every use of the model happen there.
 
-    `state` is loading, warming, ready, failed or ended. When loading is over, well or not, `announce` is called on the
-    event loop; `failure` then is what `load` raised, or None.
+    `state` is loading, warming, ready, failed or ended. `announce` is called on the event loop when it is ready, and
+    when it has failed: then `failure` is what was raised.
     """
 
     def __init__(
@@ -176,23 +176,23 @@ class Engine:
         model = None
         try:
             model = self._load()
-            self.state = WARMING
-            self.config = model.config
+            self.state, self.config = WARMING, model.config
             model.warm(self.settings.voice)
             self.state = READY
+            self._settle()
+            self._turns(model)
+            self.state = ENDED
         except BaseException as fault:  # raised again where the server was started
-            self.failure = fault
-            self.state = FAILED
-        self._settled.set()
-        self._on_loop(self._announce)
-        try:
-            if model is not None and self.failure is None:
-                self._turns(model)
+            self.failure, self.state = fault, FAILED
+            self._settle()
         finally:
             self._conversations.clear()
-            self.state = FAILED if self.failure else ENDED
             del model
             mx.clear_streams()
+
+    def _settle(self) -> None:
+        self._settled.set()
+        self._on_loop(self._announce)
 
     def _turns(self, model: VoiceChat) -> None:
         while not self._ending:

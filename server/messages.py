@@ -32,11 +32,14 @@ class Commit:
     """Flush and end the session."""
 
     pad_partial: bool = True
+    event_id: str | None = None
 
 
 @dataclass(frozen=True)
 class Interrupt:
     """End the assistant's turn at the next frame."""
+
+    event_id: str | None = None
 
 
 @dataclass(frozen=True)

@@ -7,33 +7,28 @@ do not wait for that audio; null counts as absent in `session.update`, and is a 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import json
 import logging
 import secrets
-from collections import deque
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
 from ..audio import pcm16
 from ..events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
 from . import messages
-from .access import chosen_protocol
-from .limits import ECHO_CHARACTERS, OUTGOING_EVENTS, PROMPT_CHARACTERS, SLOW_SECONDS, Settings
-from .sockets import SCOPE_KEY, Socket
+from .connection import NORMAL, Connection, Error, Patience
+from .limits import ECHO_CHARACTERS, PROMPT_CHARACTERS, Settings
 
 if TYPE_CHECKING:
-    from .engine import Engine, Slot
+    from .engine import Engine
 
 WIRE_SCALE = 32767
-LISTEN_SECONDS = 0.25  # between two looks at a client that is not read from
-NORMAL, POLICY, FAILED, TRY_LATER = 1000, 1008, 1011, 1013
 CONFIGURING, OPENING, READY, COMMITTED, BROKEN = "configuring", "opening", "ready", "committed", "broken"
 AUDIO = "audio must be base64 of little-endian 16-bit PCM"
 
@@ -50,15 +45,6 @@ class Wrong(Exception):
 
 
 @dataclass(frozen=True)
-class Error:
-    """An error event; `event_id` is that of the client's message that caused it."""
-
-    code: str
-    message: str
-    event_id: str | None = None
-
-
-@dataclass(frozen=True)
 class Created:
     """The connection is accepted."""
 
@@ -68,17 +54,10 @@ class Pong:
     """The answer to session.ping."""
 
 
-@dataclass(frozen=True)
-class Close:
-    """The last entry of a queue: close with `code`."""
-
-    code: int
-
-
 # -- messages of the client --------------------------------------------------------------------------------------------
 
 
-def parsed(frame: dict[str, Any]) -> dict[str, Any]:
+def parsed(frame: Mapping[str, Any]) -> dict[str, Any]:
     """A WebSocket message -> the JSON object in it. Raises Wrong."""
     text = frame.get("text")
     if text is None:
@@ -160,73 +139,32 @@ def brief(text: str, most: int = 50) -> str:
 # -- the connection ----------------------------------------------------------------------------------------------------
 
 
-class Connection:
-    """One WebSocket from acceptance to closing: what it reads goes to a slot, what it sends waits in one queue."""
+class Realtime(Connection):
+    """A connection of this dialect."""
 
     def __init__(self, websocket: WebSocket, engine: Engine, settings: Settings) -> None:
-        self._websocket = websocket
-        self._socket: Socket = websocket.scope[SCOPE_KEY]
-        self._engine = engine
-        self._settings = settings
-        self._loop = asyncio.get_running_loop()
-        self._id = f"sess_{secrets.token_hex(8)}"
+        super().__init__(websocket, engine, settings)
         self._state = CONFIGURING
-        self._slot: Slot | None = None
+        self._setup_from = self.heard_at
+        self._update_id: str | None = None
         self._frames = 0
-        self._closing = False
-        self._outgoing: deque[tuple[float, Any]] = deque()
-        self._filled, self._moved = asyncio.Event(), asyncio.Event()
-        self._heard_at = self._setup_from = self._loop.time()
-        self._watch: asyncio.TimerHandle | None = None
 
-    async def run(self) -> None:
-        """Serve the client until one side closes."""
-        await self._websocket.accept(chosen_protocol(self._websocket.scope))
-        self._engine.metrics.connections.inc()
-        if self._engine.busy:
-            self._refuse_busy(None)
-        else:
-            self._send(Created())
-            self._watch_idle()
-        tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._closing = True
-            if self._watch is not None:
-                self._watch.cancel()
-            self._release()
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            log.info("%s ended, %s, after %d frames.", self._id, self._state, self._frames)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+    def greet(self) -> None:
+        self.send(Created())
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    def patience(self) -> Patience:
+        """A client that waits for the server is not silent."""
+        if self._state == CONFIGURING:
+            seconds = self.settings.setup_seconds
+            return Patience(self._setup_from, seconds, f"No session.update within {seconds:g} s.")
+        if self._state in (OPENING, COMMITTED) or (self.slot and self.slot.traffic.requests):
+            self.heard_at = self.loop.time()
+        seconds = self.settings.idle_seconds
+        return Patience(self.heard_at, seconds, f"No message for {seconds:g} s.")
 
-    async def _read(self) -> None:
-        while await self._room():
-            frame = await self._websocket.receive()
-            if frame["type"] == "websocket.disconnect":
-                return
-            if not self._closing:
-                self._heard_at = self._loop.time()
-                self._take(frame)
+    # -- messages ------------------------------------------------------------------------------------------------
 
-    async def _room(self) -> bool:
-        """Wait until another message may be read; False when the client has hung up meanwhile."""
-        while not self._closing and ((self._slot and self._slot.full) or len(self._outgoing) >= OUTGOING_EVENTS):
-            self._moved.clear()
-            try:
-                await asyncio.wait_for(self._moved.wait(), LISTEN_SECONDS)
-            except asyncio.TimeoutError:
-                if self._socket.hung_up():
-                    return False
-        return True
-
-    def _take(self, frame: dict[str, Any]) -> None:
+    def take(self, frame: Mapping[str, Any]) -> None:
         event_id = None
         try:
             message = parsed(frame)
@@ -236,15 +174,15 @@ class Connection:
             self._dispatch(message, event_id)
         except Wrong as wrong:
             error = Error(wrong.code, wrong.message, event_id)
-            if self._slot is not None:
-                self._slot.put(messages.Relay(error))
+            if self.slot is not None:
+                self.slot.put(messages.Relay(error))
             else:
-                self._send(error)
+                self.send(error)
 
     def _dispatch(self, message: dict[str, Any], event_id: str | None) -> None:
         kind = message.get("type")
         if kind == "session.ping":
-            self._send(Pong())
+            self.send(Pong())
         elif kind == "session.update":
             self._update(message, event_id)
         elif self._state == CONFIGURING:
@@ -252,10 +190,10 @@ class Connection:
         elif kind == "input_audio_buffer.append":
             self._append(message, event_id)
         elif kind == "input_audio_buffer.commit":
-            self._commit(message)
+            self._commit(message, event_id)
         elif kind == "response.interrupt":
             self._require_open()
-            self._put(messages.Interrupt())
+            self._put(messages.Interrupt(event_id))
         elif kind in ("session.cancel", "response.cancel"):
             self._cancel()
         else:
@@ -265,31 +203,31 @@ class Connection:
     def _update(self, message: dict[str, Any], event_id: str | None) -> None:
         if self._state != CONFIGURING:
             raise Wrong("invalid_request", "The session is configured: a second session.update is not possible.")
-        self._setup_from = self._loop.time()
-        options = session_options(message, self._settings.max_audio_seconds)
+        self._setup_from = self.loop.time()
+        options = session_options(message, self.settings.max_audio_seconds)
         self._update_id = event_id
-        self._slot = self._engine.reserve(options, self._deliver)
-        if self._slot is None:
-            self._refuse_busy(event_id)
+        self.slot = self.engine.reserve(options, self._deliver)
+        if self.slot is None:
+            self.refuse_busy(event_id)
         else:
             self._state = OPENING
 
     def _append(self, message: dict[str, Any], event_id: str | None) -> None:
         self._require_open()
-        samples = audio_samples(message, self._engine.config.input_rate_hz)
+        samples = audio_samples(message, self.engine.config.input_rate_hz)
         if samples:
             self._put(messages.Append(samples, event_id))
 
-    def _commit(self, message: dict[str, Any]) -> None:
+    def _commit(self, message: dict[str, Any], event_id: str | None) -> None:
         pad_partial = message.get("pad_partial", True)
         if not isinstance(pad_partial, bool):
             raise Wrong("invalid_request", f"pad_partial must be true or false, not {named(pad_partial)}.")
         self._require_open()
-        self._put(messages.Commit(pad_partial))
+        self._put(messages.Commit(pad_partial, event_id))
         self._state = COMMITTED
 
     def _cancel(self) -> None:
-        if self._slot is not None:
+        if self.slot is not None:
             self._put(messages.Cancel())
         elif self._state == BROKEN:
             self._deliver(Cancelled(self._frames))
@@ -301,41 +239,8 @@ class Connection:
             raise Wrong("invalid_request", "The audio is committed: the session ends with response.done.")
 
     def _put(self, request: messages.Request) -> None:
-        if self._slot is not None:
-            self._slot.put(request)
-
-    def _refuse_busy(self, event_id: str | None) -> None:
-        count = self._settings.max_sessions
-        sessions = "its one session" if count == 1 else f"all {count} sessions"
-        self._send(Error("server_busy", f"The server has {sessions} in use. Try again later.", event_id))
-        self._close(TRY_LATER)
-
-    def _release(self) -> None:
-        if self._slot is not None:
-            self._slot.release()
-            self._slot = None
-
-    # -- time ----------------------------------------------------------------------------------------------------
-
-    def _watch_idle(self) -> None:
-        """Close when nothing came for too long; a client that waits for the server is not idle."""
-        now = self._loop.time()
-        if self._closing:
-            return
-        if self._state == CONFIGURING:
-            seconds, since = self._settings.setup_seconds, self._setup_from
-            message = f"No session.update within {seconds:g} s."
-        else:
-            if self._state in (OPENING, COMMITTED) or (self._slot and self._slot.traffic.requests):
-                self._heard_at = now
-            seconds, since = self._settings.idle_seconds, self._heard_at
-            message = f"No message for {seconds:g} s."
-        if now >= since + seconds:
-            self._send(Error("invalid_request", message))
-            self._close(POLICY)
-            self._release()
-        else:
-            self._watch = self._loop.call_at(since + seconds, self._watch_idle)
+        if self.slot is not None:
+            self.slot.put(request)
 
     # -- events --------------------------------------------------------------------------------------------------
 
@@ -344,72 +249,26 @@ class Connection:
         if isinstance(event, messages.Relay):
             event = event.event
         if isinstance(event, messages.Opened):
-            self._state, self._heard_at = READY, self._loop.time()
+            self.heard_at = self.loop.time()
+            self._state = READY if self._state == OPENING else self._state  # it may be committed already
         elif isinstance(event, messages.OpeningFailed):
-            self._state, self._slot, self._setup_from = CONFIGURING, None, self._loop.time()
+            self._state, self.slot, self._setup_from = CONFIGURING, None, self.loop.time()
             event = Error("session_initialization_failed", event.message, self._update_id)
         elif isinstance(event, messages.Unopened):
             event = Error("invalid_request", "Send session.update before audio: it failed.", event.event_id)
         elif isinstance(event, messages.Refused | messages.Broken):
             if isinstance(event, messages.Broken):
-                self._state, self._slot = BROKEN, None
+                self._state, self.slot = BROKEN, None
             event = Error("inference_error", event.message, event.event_id)
         elif isinstance(event, messages.Speech):
             self._frames = event.frame_index + 1
-        self._send(event)
+        self.send(event)
         if isinstance(event, Done | Cancelled):
-            self._slot = None
-            self._close(NORMAL)
+            log.info("%s ended after %d frames.", self.id, event.frame_index)
+            self.slot = None
+            self.close(NORMAL)
 
-    def _send(self, event: Any) -> None:
-        if self._closing:
-            return
-        self._outgoing.append((self._loop.time(), event))
-        self._filled.set()
-        self._moved.set()
-
-    def _close(self, code: int) -> None:
-        self._send(Close(code))
-        self._closing = True
-
-    async def _write(self) -> None:
-        """Send what waits, in order, to the closing."""
-        while True:
-            while not self._outgoing:
-                self._filled.clear()
-                await self._filled.wait()
-            since, event = self._outgoing.popleft()
-            if self._socket.blocked:
-                try:
-                    await asyncio.wait_for(self._socket.drained(), since + SLOW_SECONDS - self._loop.time())
-                except asyncio.TimeoutError:
-                    await self._give_up()
-                    return
-            try:
-                if isinstance(event, Close):
-                    await self._websocket.close(event.code)
-                    return
-                await self._websocket.send_text(self._encoded(event))
-            except WebSocketDisconnect:
-                return
-            if isinstance(event, messages.Speech) and self._slot is not None:
-                self._slot.sent()
-            self._moved.set()
-
-    async def _give_up(self) -> None:
-        """The client reads slower than real time: its last words jump the queue."""
-        self._closing = True
-        self._release()
-        self._outgoing.clear()
-        self._socket.unblock()
-        message = f"What was said waited {SLOW_SECONDS:g} s to be read: the client is slower than real time."
-        with suppress(WebSocketDisconnect):
-            await self._websocket.send_text(self._encoded(Error("slow_consumer", message)))
-            await self._websocket.close(POLICY)
-
-    def _encoded(self, event: Any) -> str:
-        if isinstance(event, Error):
-            self._engine.metrics.error(event.code)
+    def encoded(self, event: Any) -> str:
         return json.dumps({"type": "", "event_id": f"event_{secrets.token_hex(8)}", **self._fields(event)})
 
     def _fields(self, event: Any) -> dict[str, Any]:
@@ -453,16 +312,16 @@ class Connection:
             "frame_index": event.frame_index,
             "delta": base64.b64encode(pcm).decode("ascii"),
             "format": "pcm16",
-            "sample_rate": self._engine.config.output_rate_hz,
+            "sample_rate": self.engine.config.output_rate_hz,
             "channels": 1,
             "audio_codes": event.codes,
         }
 
     def _session(self, ready: bool) -> dict[str, Any]:
-        config = self._engine.config
-        session: dict[str, Any] = {"id": self._id, "state": "ready" if ready else "configuring"}
+        config = self.engine.config
+        session: dict[str, Any] = {"id": self.id, "state": "ready" if ready else "configuring"}
         if ready:
-            session |= {"model": self._settings.model_id, "frame_samples": config.frame_samples_in}
+            session |= {"model": self.settings.model_id, "frame_samples": config.frame_samples_in}
         session["input_audio_format"] = {"type": "pcm16", "sample_rate": config.input_rate_hz}
         session["output_audio_format"] = {"type": "pcm16", "sample_rate": config.output_rate_hz}
         return {"type": "session.updated" if ready else "session.created", "session": session}

@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
 from ..errors import VoiceChatError
 from .limits import CLOSING_SECONDS, UNREAD_SECONDS, Settings
@@ -24,6 +25,8 @@ from .limits import CLOSING_SECONDS, UNREAD_SECONDS, Settings
 RECEIVE_BYTES = 2**17  # in the kernel: three seconds of audio that are not read yet
 SEND_BYTES = 2**16  # in the kernel: one second of speech
 WRITE_BYTES = 2**14  # in the process: beyond it nothing is sent until the client has read
+UNREAD_BYTES = 2**17  # in the process, of answers to pings: then the client is cut off
+MOST_FRAGMENTS = 2**16  # of one message
 DRAIN_SECONDS = 0.25  # without data after a message that was too big: the client has stopped sending
 END_SECONDS = 0.5  # for a client to answer the closing when the server ends
 GRACE_SECONDS = 1  # for connections when the server ends
@@ -69,7 +72,7 @@ class Socket(WebSocketsSansIOProtocol):
         transport.set_write_buffer_limits(high=WRITE_BYTES)
 
     async def run_asgi(self) -> None:
-        self.scope[SCOPE_KEY] = self  # type: ignore[typeddict-unknown-key]
+        self.scope[SCOPE_KEY] = self  # type: ignore[literal-required]
         await super().run_asgi()
         if not (self.disconnected or self._cutting):  # closing alone waits for ever for a peer that does not read
             self._cut_later(UNREAD_SECONDS if self.transport.get_write_buffer_size() else CLOSING_SECONDS)
@@ -102,6 +105,16 @@ class Socket(WebSocketsSansIOProtocol):
         except (OSError, ValueError):
             return True
         return any(found & (end | select.POLLNVAL) for _, found in poll.poll(0))
+
+    def handle_ping(self) -> None:
+        if self.blocked and self.transport.get_write_buffer_size() > UNREAD_BYTES:
+            self.transport.abort()  # it asks for answers and does not read them
+        super().handle_ping()
+
+    def handle_cont(self, event: Frame) -> None:
+        if len(self.frames) >= MOST_FRAGMENTS:
+            self.transport.abort()  # of a message whose pieces are too small for its size to end it
+        super().handle_cont(event)
 
     def handle_parser_exception(self) -> None:
         """A message over the limit, or none of WebSocket: say so, and read on, or the reset would overtake it."""

@@ -308,13 +308,14 @@ def test_an_opening_that_fails() -> None:
 
             model.before_opening = refuse
             call = Call(engine)
-            call.put(frames(1, "early"), Relay("kept"))
-            await call.until(Relay)
+            call.put(Interrupt("mine"), frames(1, "early"), Relay("kept"), Commit(event_id="end"))
+            await call.until(messages.Unopened, 3)
             assert not engine.busy
             return call.events
 
     events = asyncio.run(scenario())
-    assert events == [messages.OpeningFailed("Too long. Shorten it."), messages.Unopened("early"), Relay("kept")]
+    unopened = [messages.Unopened(name) for name in ("mine", "early", "end")]
+    assert events == [messages.OpeningFailed("Too long. Shorten it."), *unopened[:2], Relay("kept"), unopened[2]]
 
 
 def test_cancelling_an_opening() -> None:

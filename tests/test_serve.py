@@ -129,7 +129,7 @@ def test_ended_while_loading() -> None:
             process.kill()
             process.wait()
     assert process.returncode == 130
-    assert stderr.splitlines()[-1] == "note: ended while the model was loading."
+    assert stderr.splitlines()[-1] == "note: ended while the model was at work."
 
 
 def test_an_address_that_is_not_to_be_had() -> None:

@@ -1,0 +1,215 @@
+"""One WebSocket, whatever its dialect: reading that waits for room, one queue of what is to be sent, and its times."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from . import messages
+from .access import chosen_protocol
+from .limits import OUTGOING_EVENTS, SLOW_SECONDS, Settings
+from .sockets import SCOPE_KEY, Socket
+
+if TYPE_CHECKING:
+    from .engine import Engine, Slot
+
+LISTEN_SECONDS = 0.25  # between two looks at a client that is not read from
+NORMAL, POLICY, FAILED, TRY_LATER = 1000, 1008, 1011, 1013  # closing codes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Error:
+    """An error event; `event_id` is that of the client's message that caused it."""
+
+    code: str
+    message: str
+    event_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Close:
+    """The last entry of a queue: close with `code`."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long may pass since a moment of the event loop's clock without a message, and what is said then."""
+
+    since: float
+    seconds: float
+    message: str
+
+
+class Connection(ABC):
+    """From acceptance to closing. A dialect says what messages and events mean: the abstract methods.
+
+    What it reads goes to `slot`, where a slot is taken; what it sends (`send`, `close`) waits in one queue.
+    """
+
+    def __init__(self, websocket: WebSocket, engine: Engine, settings: Settings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.loop = asyncio.get_running_loop()
+        self.id = f"sess_{secrets.token_hex(8)}"
+        self.slot: Slot | None = None
+        self.heard_at = self.loop.time()
+        self._websocket = websocket
+        self._socket: Socket = websocket.scope[SCOPE_KEY]
+        self._closing = False
+        self._outgoing: deque[tuple[float, Any]] = deque()
+        self._filled, self._moved = asyncio.Event(), asyncio.Event()
+        self._watch: asyncio.TimerHandle | None = None
+
+    @abstractmethod
+    def greet(self) -> None:
+        """The client was accepted, and there is a free slot."""
+
+    @abstractmethod
+    def take(self, frame: Mapping[str, Any]) -> None:
+        """A message came: `text` or `bytes`."""
+
+    @abstractmethod
+    def encoded(self, event: Any) -> str:
+        """An entry of the queue as it is sent."""
+
+    @abstractmethod
+    def patience(self) -> Patience:
+        """How long the client may be silent."""
+
+    async def run(self) -> None:
+        """Serve the client until one side closes."""
+        await self._websocket.accept(chosen_protocol(self._websocket.scope))
+        self.engine.metrics.connections.inc()
+        if self.engine.busy:
+            self.refuse_busy(None)
+        else:
+            self.greet()
+            self._watch_silence()
+        tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._closing = True
+            if self._watch is not None:
+                self._watch.cancel()
+            self._release()
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    def send(self, event: Any) -> None:
+        """Put an event at the end of the queue."""
+        if self._closing:
+            return
+        self._outgoing.append((self.loop.time(), event))
+        self._filled.set()
+        self._moved.set()
+
+    def close(self, code: int) -> None:
+        """Close after what waits was sent; what comes from now on is not answered."""
+        self.send(Close(code))
+        self._closing = True
+
+    def refuse_busy(self, event_id: str | None) -> None:
+        """Close: there is no free slot."""
+        count = self.settings.max_sessions
+        sessions = "its one session" if count == 1 else f"all {count} sessions"
+        self.send(Error("server_busy", f"The server has {sessions} in use. Try again later.", event_id))
+        self.close(TRY_LATER)
+
+    def _release(self) -> None:
+        if self.slot is not None:
+            self.slot.release()
+            self.slot = None
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        while await self._room():
+            frame = await self._websocket.receive()
+            if frame["type"] == "websocket.disconnect":
+                return
+            if not self._closing:
+                self.heard_at = self.loop.time()
+                self.take(frame)
+
+    async def _room(self) -> bool:
+        """Wait until another message may be read; False when the client has hung up meanwhile."""
+        while not self._closing and ((self.slot and self.slot.full) or len(self._outgoing) >= OUTGOING_EVENTS):
+            self._moved.clear()
+            try:
+                await asyncio.wait_for(self._moved.wait(), LISTEN_SECONDS)
+            except asyncio.TimeoutError:
+                if self._socket.hung_up():
+                    return False
+        return True
+
+    def _watch_silence(self) -> None:
+        if self._closing:
+            return
+        patience = self.patience()
+        end = patience.since + patience.seconds
+        if self.loop.time() < end:
+            self._watch = self.loop.call_at(end, self._watch_silence)
+            return
+        self.send(Error("invalid_request", patience.message))
+        self.close(POLICY)
+        self._release()
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    async def _write(self) -> None:
+        """Send what waits, in order, to the closing."""
+        while True:
+            while not self._outgoing:
+                self._filled.clear()
+                await self._filled.wait()
+            since, event = self._outgoing.popleft()
+            if self._socket.blocked:
+                try:
+                    await asyncio.wait_for(self._socket.drained(), since + SLOW_SECONDS - self.loop.time())
+                except asyncio.TimeoutError:
+                    await self._give_up()
+                    return
+            try:
+                if isinstance(event, Close):
+                    await self._websocket.close(event.code)
+                    return
+                await self._say(event)
+            except WebSocketDisconnect:
+                return
+            if isinstance(event, messages.Speech) and self.slot is not None:
+                self.slot.sent()
+            self._moved.set()
+
+    async def _say(self, event: Any) -> None:
+        if isinstance(event, Error):
+            self.engine.metrics.error(event.code)
+        await self._websocket.send_text(self.encoded(event))
+
+    async def _give_up(self) -> None:
+        """The client reads slower than real time: its last words jump the queue."""
+        self._closing = True
+        self._release()
+        self._outgoing.clear()
+        self._socket.unblock()
+        message = f"What was said waited {SLOW_SECONDS:g} s to be read: the client is slower than real time."
+        with suppress(WebSocketDisconnect):
+            await self._say(Error("slow_consumer", message))
+            await self._websocket.close(POLICY)
