@@ -181,6 +181,9 @@ def test_every_state_can_be_read_and_pressed_at_every_width(page: Page) -> None:
         looks(page, "listening")
         page.wait_state("speaking")
         looks(page, "speaking")
+        scene.stalled = True
+        page.wait("document.getElementById('notice').textContent.includes('behind')")
+        looks(page, "behind")
         page.evaluate("window.scrollTo(0, 0)")
         page.click("#stop")
         page.wait_state("ready")

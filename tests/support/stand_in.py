@@ -60,6 +60,7 @@ class Scene:
     frames: int | None = None
     close_code: int | None = None  # at frame `frames`
     busy: bool = False
+    stalled: bool = False  # hears and does not answer
     status: int = 101  # of the upgrade
     received: list[dict[str, Any]] = field(default_factory=list)
     connections: int = 0
@@ -132,7 +133,7 @@ async def _play(scene: Scene, socket: WebSocket) -> None:
             await _send(socket, "response.cancelled", frame_index=index)
             await socket.close(1000)
             return
-        elif kind == "input_audio_buffer.append":
+        elif kind == "input_audio_buffer.append" and not scene.stalled:
             for _ in range(1 if index else 1 + scene.ahead):
                 if index == scene.frames:
                     await _end(scene, socket)
