@@ -7,7 +7,6 @@ import string
 from collections.abc import Iterator
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -52,7 +51,6 @@ class Alone:
         self.other = self._run(model.session(system_prompt=PROMPT, seed=7))
         self.unpadded = self._run(model.session(), pad_partial=False)
         self.interrupted = self._run(model.session(), force_at=3, eos_id=model.config.eos_id)
-        mx.clear_streams()
 
     def _run(self, session: Any, pad_partial: bool = True, force_at: int = 0, eos_id: int = 0) -> list[dict[str, Any]]:
         split = force_at * FRAME_SAMPLES
