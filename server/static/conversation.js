@@ -7,7 +7,7 @@ import { peak } from "./jitter.js";
 import { append, fromBase64, INPUT_FRAME_SAMPLES, toFloat, toPcm } from "./protocol.js";
 import { Recording } from "./recording.js";
 import { Timing } from "./timing.js";
-import { behind, ended, HALF_DUPLEX, microphone, MICROPHONE_GONE, MUTED, NO_SOUND, refused, STATES } from "./words.js";
+import { BEHIND, ended, HALF_DUPLEX, microphone, MICROPHONE_GONE, MUTED, NO_SOUND, refused, STATES } from "./words.js";
 
 const POLL_MS = 1000;
 const GOODBYE_MS = 2000;
@@ -115,7 +115,7 @@ export class Conversation {
   }
 
   checkLag(seconds) {
-    if (seconds > BEHIND_SECONDS) this.remark("lag", behind(seconds));
+    if (seconds > BEHIND_SECONDS) this.remark("lag", BEHIND);
     if (seconds < BEHIND_SECONDS / 2) this.unremark("lag");
   }
 
@@ -193,7 +193,9 @@ export class Conversation {
 
   // -- to the person
 
+  /** A notice, said once: it is read aloud. */
   remark(about, words) {
+    if (this.remarked === about) return;
     this.remarked = about;
     this.view.notice(words);
   }

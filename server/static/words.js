@@ -15,6 +15,9 @@ export const MUTED = "You are muted: the assistant hears silence.";
 export const HALF_DUPLEX = "The assistant is speaking; your microphone is off meanwhile.";
 export const NO_SERVER = "No server answers. Start it with “mlx-voicechat serve”, then press Talk.";
 export const MICROPHONE_GONE = "The microphone is gone: what you say is not heard. Stop, connect it, and press Talk.";
+export const BEHIND =
+  "The server is more than a second behind (the figure is Lag): its machine is slower than real time, or shared. " +
+  "A smaller checkpoint may fit.";
 export const WRONG_KEY = "A browser can send only letters, digits and !#$%&'*+-.^_`|~ in a key.";
 export const NO_SOUND =
   "The microphone gives only silence. Is it muted, or not allowed for this browser? " +
@@ -70,13 +73,5 @@ export function insecure({ hostname, port }) {
     "Browsers give a page the microphone only over https, or on the machine itself. " +
     `On that machine, open http://localhost${at}/. From another machine or a phone, ` +
     `start the server with --ssl-certfile and --ssl-keyfile, and open https://${hostname}${at}/.`
-  );
-}
-
-/** A server that is late. */
-export function behind(seconds) {
-  return (
-    `The server is ${seconds.toFixed(1)} s behind: its machine is slower than real time, or shared. ` +
-    "A smaller checkpoint may fit."
   );
 }
