@@ -7,7 +7,17 @@ import { peak } from "./jitter.js";
 import { append, fromBase64, INPUT_FRAME_SAMPLES, toFloat, toPcm } from "./protocol.js";
 import { Recording } from "./recording.js";
 import { Timing } from "./timing.js";
-import { BEHIND, ended, HALF_DUPLEX, microphone, MICROPHONE_GONE, MUTED, NO_SOUND, refused, STATES } from "./words.js";
+import {
+  BEHIND,
+  ended,
+  HALF_DUPLEX,
+  microphone,
+  MICROPHONE_GONE,
+  MUTED,
+  NO_SOUND,
+  refused,
+  STATES,
+} from "./words.js";
 
 const POLL_MS = 1000;
 const GOODBYE_MS = 2000;
