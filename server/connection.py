@@ -97,7 +97,7 @@ class Connection(ABC):
             self.refuse_busy(None)
         else:
             self.greet()
-            self._watch_silence()
+            self.watch_silence()
         tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -160,13 +160,16 @@ class Connection(ABC):
                     return False
         return True
 
-    def _watch_silence(self) -> None:
+    def watch_silence(self) -> None:
+        """Close when `patience` is at its end; to be called when it has become another."""
+        if self._watch is not None:
+            self._watch.cancel()
         if self._closing:
             return
         patience = self.patience()
         end = patience.since + patience.seconds
         if self.loop.time() < end:
-            self._watch = self.loop.call_at(end, self._watch_silence)
+            self._watch = self.loop.call_at(end, self.watch_silence)
             return
         self.send(Error("invalid_request", patience.message))
         self.close(POLICY)

@@ -263,6 +263,8 @@ class Realtime(Connection):
         elif isinstance(event, messages.Speech):
             self._frames = event.frame_index + 1
         self.send(event)
+        if isinstance(event, messages.Opened | Error):
+            self.watch_silence()
         if isinstance(event, Done | Cancelled):
             log.info("%s ended after %d frames.", self.id, event.frame_index)
             self.slot = None
