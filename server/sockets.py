@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
@@ -77,7 +76,7 @@ class Socket(WebSocketsSansIOProtocol):
         if not (self.disconnected or self._cutting):  # closing alone waits for ever for a peer that does not read
             self._cut_later(UNREAD_SECONDS if self.transport.get_write_buffer_size() else CLOSING_SECONDS)
 
-    async def send(self, message: ASGISendEvent) -> None:
+    async def send(self, message: Any) -> None:
         await self.writable.wait()
         if self._cutting or self.transport.is_closing():  # and the handler does not know yet
             raise ClientDisconnected
