@@ -10,6 +10,7 @@ a claim does not hold. Linux, which tells memory, threads and descriptors in /pr
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
+from websockets.asyncio.client import connect as connect_async
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
@@ -155,35 +157,7 @@ def _talk(url: str, stop: threading.Event, waits: list[float]) -> None:
 def past_the_limit(server: ServerProcess, seconds: float) -> dict[str, Any]:
     """Ask for more than the server gives, and talk for two seconds longer than that."""
     begin = time.perf_counter()
-    frames, errors, done = 0, [], None
-    with connect(server.ws_url, compression=None, ping_timeout=None) as socket:
-        socket.recv()
-        socket.send(json.dumps({"type": "session.update", "session": {"max_streaming_seconds": 100_000}}))
-        socket.recv()
-
-        def send() -> None:
-            for index in range(round(seconds) + 2):
-                message = {"type": "input_audio_buffer.append", "audio": audio(16000), "event_id": f"second {index}"}
-                socket.send(json.dumps(message))
-            socket.send(json.dumps({"type": "input_audio_buffer.commit"}))
-
-        sender = threading.Thread(target=send)
-        sender.start()
-        bar = tqdm(total=round(seconds / 0.08), disable=not sys.stderr.isatty())
-        try:
-            while True:
-                event = json.loads(socket.recv())
-                if event["type"] == "response.audio.delta":
-                    frames += 1
-                    bar.update()
-                elif event["type"] == "error":
-                    errors.append([event["error"]["code"], event["error"].get("event_id"), event["error"]["message"]])
-                elif event["type"] == "response.done":
-                    done = event["frame_index"]
-        except ConnectionClosed as closed:
-            code = closed.rcvd.code if closed.rcvd else None
-        bar.close()
-        sender.join()
+    frames, errors, done, code = asyncio.run(_talk_on(server.ws_url, seconds))
     expected = round(seconds / 0.08)
     return {
         "frames": frames,
@@ -197,6 +171,36 @@ def past_the_limit(server: ServerProcess, seconds: float) -> dict[str, Any]:
             "and can be committed": code == 1000,
         },
     }
+
+
+async def _talk_on(url: str, seconds: float) -> tuple[int, list[list[str]], int | None, int | None]:
+    """As fast as is taken, reading meanwhile -> frames, errors, the number in response.done, closing code."""
+    frames, errors, done = 0, [], None
+    bar = tqdm(total=round(seconds / 0.08), disable=not sys.stderr.isatty())
+    async with connect_async(url, compression=None, ping_timeout=None) as socket:
+        await socket.recv()
+        await socket.send(json.dumps({"type": "session.update", "session": {"max_streaming_seconds": 100_000}}))
+        await socket.recv()
+
+        async def send() -> None:
+            for index in range(round(seconds) + 2):
+                message = {"type": "input_audio_buffer.append", "audio": audio(16000), "event_id": f"second {index}"}
+                await socket.send(json.dumps(message))
+            await socket.send(json.dumps({"type": "input_audio_buffer.commit"}))
+
+        sender = asyncio.create_task(send())
+        async for message in socket:
+            event = json.loads(message)
+            if event["type"] == "response.audio.delta":
+                frames += 1
+                bar.update()
+            elif event["type"] == "error":
+                errors.append([event["error"]["code"], event["error"].get("event_id"), event["error"]["message"]])
+            elif event["type"] == "response.done":
+                done = event["frame_index"]
+        await sender
+    bar.close()
+    return frames, errors, done, socket.close_code
 
 
 def main() -> int:
