@@ -160,6 +160,10 @@ class Wire:
         """Hang up; a server drops an unfinished conversation then."""
         await self._socket.close()
 
+    def abort(self) -> None:
+        """Hang up without a farewell: nothing is waited for."""
+        self._socket.transport.abort()
+
     async def events(self) -> AsyncIterator[Event | Notice]:
         """What the server tells, to the end, Done or Cancelled. Raises ServerError when it ends otherwise."""
         from mlx_voicechat import Cancelled, Done

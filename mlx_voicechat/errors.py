@@ -73,3 +73,10 @@ class ServerError(VoiceChatError):
     def __init__(self, message: str, remedy: str = "", code: str = "") -> None:
         super().__init__(message, remedy)
         self.code = code or type(self).code
+
+
+class DeviceError(VoiceChatError):
+    """A microphone or a loudspeaker that is not there, refuses, or stops."""
+
+    code = "device_error"
+    exit_code = 1

@@ -1,0 +1,131 @@
+"""A conversation with a server, from the first block sent to the last event, whether a recording's or a person's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import typer
+
+from mlx_voicechat.errors import ServerError
+
+from .generate import INTERRUPTED
+from .render import note
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mlx_voicechat import AudioFrame, Event
+
+    from .client import Notice, Wire
+
+
+class Dialogue:
+    """One conversation: a task sends, another takes what comes.
+
+    What ends it early does not raise, so that what was spoken can be kept: `fail_if_cut_short` says it afterwards.
+    """
+
+    audible = False  # whether somebody hears it, with nothing printed or written
+
+    def __init__(self) -> None:
+        self._interrupted = False
+        self._lost: ServerError | None = None
+        self.seconds = 0.0  # how much of the conversation took place
+        self.behind_seconds = 0.0  # the most that the server was behind real time
+
+    def opened(self, wire: Wire) -> AbstractContextManager[None]:
+        """What it needs for the time of the conversation."""
+        raise NotImplementedError
+
+    def faults(self) -> list[str]:
+        """What did not go well, a line each."""
+        raise NotImplementedError
+
+    async def run(self, wire: Wire, take: Callable[[Event], bool]) -> None:
+        """Converse to the end, or until `take`, which gets every event of the session, wants no more."""
+        sender = asyncio.create_task(self._send(wire))
+        listener = asyncio.create_task(self._listen(wire, take))
+        try:
+            with self._interruptible(wire, sender, listener):
+                await asyncio.wait({listener})
+        finally:
+            sender.cancel()
+            listener.cancel()
+            faults = await asyncio.gather(listener, sender, return_exceptions=True)
+        for fault in faults:
+            if isinstance(fault, Exception) and not isinstance(fault, ServerError):  # of that one the listener knows
+                raise fault
+
+    def fail_if_cut_short(self, kept: Path | None = None) -> None:
+        """Leave with Ctrl-C's exit code or ServerError when the conversation ended before its time."""
+        if self._interrupted:
+            note(f"interrupted after {self.seconds:.2f} s of the conversation.")
+            raise typer.Exit(INTERRUPTED)
+        if self._lost and self.seconds:
+            raise ServerError(self._lost.message + self._ended(kept), self._lost.remedy, self._lost.code)
+        if self._lost:
+            raise self._lost
+
+    def _ended(self, kept: Path | None) -> str:
+        rest = f"; what was spoken until then is in {kept}" if kept else ""
+        return f" The conversation ended after {self.seconds:.2f} s{rest}."
+
+    async def _send(self, wire: Wire) -> None:
+        """Say what is to be said, and commit."""
+        raise NotImplementedError
+
+    def _press(self, wire: Wire, sender: asyncio.Task[None], listener: asyncio.Task[None]) -> bool:
+        """Ctrl-C; True if another one is to do at once what it did before the conversation."""
+        raise NotImplementedError
+
+    def _notice(self, notice: Notice) -> None:
+        """What the server tells of itself."""
+
+    def _count(self, frame: AudioFrame) -> None:
+        """A frame was answered."""
+
+    async def _listen(self, wire: Wire, take: Callable[[Event], bool]) -> None:
+        from mlx_voicechat import AudioFrame
+
+        from .client import Interrupted, Lagging, Refused
+
+        try:
+            async for event in wire.events():
+                if isinstance(event, Refused):  # all that was spoken has come before it
+                    why = f"The server says: {event.message.rstrip('.')} ({event.code})."
+                    raise ServerError(why, code=event.code)
+                if isinstance(event, Lagging | Interrupted):
+                    self._notice(event)
+                    continue
+                if isinstance(event, AudioFrame):
+                    self.seconds = (event.frame_index + 1) * wire.frame_seconds
+                    self._count(event)
+                if not take(event):
+                    break
+        except ServerError as fault:
+            self._lost = fault
+
+    @contextlib.contextmanager
+    def _interruptible(self, wire: Wire, sender: asyncio.Task[None], listener: asyncio.Task[None]) -> Iterator[None]:
+        loop, previous = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+
+        def restore() -> None:
+            if loop.remove_signal_handler(signal.SIGINT):
+                signal.signal(signal.SIGINT, previous)
+
+        def press() -> None:
+            self._interrupted = True
+            if self._press(wire, sender, listener):
+                restore()
+
+        if previous is not signal.SIG_IGN:  # a shell's background job is not to be interrupted
+            loop.add_signal_handler(signal.SIGINT, press)
+        try:
+            yield
+        finally:
+            restore()

@@ -1,0 +1,215 @@
+"""A person's conversation: the microphone to a server, its answers to the loudspeaker. No MLX."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mlx_voicechat.errors import DeviceError
+
+from .buffers import Capture, Playback
+from .dialogue import Dialogue
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mlx_voicechat import AudioFrame, Event
+    from mlx_voicechat.audio import Samples
+
+    from .client import Notice, Wire
+    from .devices import Device, Devices
+
+POLL_SECONDS = 0.02  # between two looks at what the microphone brought
+HEARD_SECONDS = 1.0  # after which a microphone that brings only silence is spoken of
+STOPPED_SECONDS = 3.0  # without a sample: the microphone has stopped
+SILENT_PEAK = 3e-4  # -70 dB: less than the noise of an open microphone
+BEHIND_SECONDS = 1.0  # a backlog that is spoken of, and again whenever it has doubled
+PLAY_SECONDS = 120.0  # at most, for what is left at the end
+
+
+class Live(Dialogue):
+    """The microphone and the loudspeaker, once `opened`. Ctrl-C commits and lets the rest be played; again, it ends.
+
+    `say` gets a line for the person; `here` tells whether the model runs in this process.
+    """
+
+    audible = True
+
+    def __init__(
+        self,
+        devices: Devices,
+        microphone: Device,
+        loudspeaker: Device,
+        say: Callable[[str], object],
+        *,
+        duration: float | None,
+        half_duplex: bool,
+        here: bool,
+    ) -> None:
+        super().__init__()
+        self._devices, self._microphone, self._loudspeaker = devices, microphone, loudspeaker
+        self._say, self._here = say, here
+        self._duration, self._half_duplex = duration, half_duplex
+        self._stopping = self._said_loss = self._judged = False
+        self._announced = BEHIND_SECONDS / 2
+        self._stopped: DeviceError | None = None
+
+    @contextmanager
+    def opened(self, wire: Wire) -> Iterator[None]:
+        """Open both devices for the time of the block. Raises DeviceError."""
+        self._capture = Capture(self._microphone.rate_hz, wire.input_rate_hz)
+        self._playback = Playback(wire.output_rate_hz, self._loudspeaker.rate_hz, wire.frame_seconds)
+        self._streams: list[Any] = []
+        self._model = wire.model
+        try:
+            pairs = ((self._loudspeaker, self._playback.fill), (self._microphone, self._capture.hear))
+            for device, callback in pairs:
+                self._streams.append(self._devices.open(device, callback))
+                with self._devices.naming(device):
+                    self._streams[-1].start()
+            self._say(f"{self._microphone.name} listens, {self._loudspeaker.name} speaks; Ctrl-C ends.")
+            yield
+        finally:
+            for stream in self._streams:
+                stream.close()  # at once: what is still to be played was waited for
+
+    def fail_if_cut_short(self, kept: Path | None = None) -> None:
+        """As every dialogue, and raise DeviceError for a device that stopped."""
+        if self._stopped:
+            raise DeviceError(self._stopped.message + self._ended(kept), self._stopped.remedy)
+        if self._lost:
+            self._interrupted = False  # that it was asked to end is not why it ended
+        super().fail_if_cut_short(kept)
+
+    def faults(self) -> list[str]:
+        """What went wrong with the sound, a line each."""
+        capture, playback, found = self._capture, self._playback, []
+        if playback.starved:
+            found.append(f"playback ran dry {_times(playback.starved)}: answers came late.")
+        if playback.underflows or capture.overflows:
+            parts = f"{_times(playback.underflows)} for the loudspeaker, {_times(capture.overflows)} for the microphone"
+            found.append(f"this program was too late for the sound system {parts}.")
+        if playback.lost:
+            found.append(
+                f"{playback.lost / self._loudspeaker.rate_hz:.1f} s of speech had no room and were not played."
+            )
+        if capture.lost_seconds:
+            found.append(f"{capture.lost_seconds:.1f} s of what the microphone heard were lost.")
+        if self.behind_seconds >= BEHIND_SECONDS:
+            found.append(f"the model was up to {self.behind_seconds:.1f} s behind.")
+        return found
+
+    async def _send(self, wire: Wire) -> None:
+        left = None if self._duration is None else round(self._duration * wire.input_rate_hz)
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            ending = self._stopping or self._silent_for_good()
+            samples = self._capture.take()
+            if ending:
+                samples = _joined(samples, self._capture.finish())
+            if left is not None:
+                samples = samples[:left]
+                left -= len(samples)
+                ending = ending or not left
+            if self._half_duplex and self._playback.speaking:
+                samples = samples * 0
+            if len(samples):
+                await wire.append(samples)
+            self._judge()
+            if ending:
+                await wire.commit()
+                return
+
+    async def _listen(self, wire: Wire, take: Callable[[Event], bool]) -> None:
+        await super()._listen(wire, take)
+        self._playback.finish()
+        deadline = asyncio.get_running_loop().time() + PLAY_SECONDS
+        loudspeaker = self._streams[0]
+        while self._playback.waiting_seconds and loudspeaker.active:
+            await asyncio.sleep(POLL_SECONDS)
+            if asyncio.get_running_loop().time() > deadline:
+                return
+        await asyncio.sleep(min(float(loudspeaker.latency), 1.0))  # what the system holds
+
+    def _count(self, frame: AudioFrame) -> None:
+        self._playback.push(frame.samples)
+
+    def _press(self, wire: Wire, sender: asyncio.Task[None], listener: asyncio.Task[None]) -> bool:
+        if self._stopping:
+            wire.abort()
+            sender.cancel()
+            listener.cancel()
+            return True
+        self._stopping = True
+        self._say("the microphone is closed; what is left is played. Ctrl-C again ends at once.")
+        return False
+
+    def _notice(self, notice: Notice) -> None:
+        from .client import Interrupted, Lagging
+
+        if isinstance(notice, Interrupted):
+            self._playback.clear()
+        elif isinstance(notice, Lagging):
+            behind = notice.seconds + self._capture.waiting_seconds
+            self.behind_seconds = max(self.behind_seconds, behind)
+            if behind >= 2 * self._announced:
+                first, self._announced = self._announced < BEHIND_SECONDS, behind
+                more = f" {smaller_checkpoint(self._model, self._here)}" if first else ""
+                self._say(f"the model is {behind:.1f} s behind: answers come that much later.{more}")
+
+    def _silent_for_good(self) -> bool:
+        """Whether the microphone has stopped: unplugged, say."""
+        clock = asyncio.get_running_loop().time()
+        if self._capture.waiting_seconds or not hasattr(self, "_last_sample"):
+            self._last_sample = clock
+        if self._streams[1].active and clock - self._last_sample < STOPPED_SECONDS:
+            return False
+        name = self._microphone.name
+        self._stopped = DeviceError(f"The microphone {name} has stopped.", "Was it unplugged, or taken by another?")
+        return True
+
+    def _judge(self) -> None:
+        """Say what is wrong with the microphone: once it was heard for a second, and when there was no room."""
+        if not self._said_loss and self._capture.lost_seconds:
+            self._said_loss = True
+            self._say("the model is so far behind that the microphone is not heard for now.")
+        if self._judged or self._capture.seconds < HEARD_SECONDS:
+            return
+        self._judged = True
+        name = self._microphone.name
+        if not self._capture.peak and sys.platform == "darwin":
+            self._say(
+                f"{name} brings nothing but zeros: permission is missing. Allow your terminal application in System "
+                "Settings > Privacy & Security > Microphone, and start it anew."
+            )
+        elif not self._capture.peak:
+            self._say(f"{name} brings nothing but zeros: is it muted, or the wrong one? See --list-devices.")
+        elif self._capture.peak < SILENT_PEAK:
+            self._say(f"{name} is silent: is its level turned down, or is it the wrong one? See --list-devices.")
+
+
+def smaller_checkpoint(model: str, here: bool) -> str:
+    """What to run in place of this model on a machine that is too slow for it; `here` if this command chose it."""
+    from mlx_voicechat.hub_cache import PUBLISHED
+
+    sizes = list(PUBLISHED)  # ascending
+    at = next((index for index, size in enumerate(sizes) if model.lower().endswith(size)), None)
+    if at is None:
+        return "Close other programs, or use a smaller checkpoint."
+    if at == 0:
+        return f"{sizes[0]} is the smallest checkpoint: close other programs, or use a faster machine."
+    names = " or ".join(PUBLISHED[size] for size in sizes[:at])
+    return f"A smaller checkpoint would help: {'--model' if here else 'a server of'} {names}."
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _joined(first: Samples, second: Samples) -> Samples:
+    import numpy as np
+
+    return np.concatenate([first, second])
