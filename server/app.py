@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
+from uvicorn.protocols.utils import ClientDisconnected
 
 from .access import Gate, refusal
 from .connection import FAILED
@@ -48,6 +49,8 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
             return
         try:
             await Realtime(websocket, engine, settings).run()
+        except ClientDisconnected:
+            raise  # in the handshake; uvicorn knows
         except Exception:
             log.exception("A connection failed.")
             with suppress(RuntimeError, WebSocketDisconnect):  # it may be closed already

@@ -64,20 +64,20 @@ def is_cut(client: RawClient, frame: Frame) -> bool:
 
 
 def test_pings_whose_answers_are_not_read(server: RunningServer) -> None:
-    assert is_cut(RawClient(server.ws_url), Frame(Opcode.PING, b"x" * 125))
+    assert is_cut(RawClient(server.ws_url).greeted(), Frame(Opcode.PING, b"x" * 125))
     with opened(server.ws_url) as caller:
         caller.ping()
 
 
 def test_a_message_of_countless_pieces(server: RunningServer) -> None:
-    client = RawClient(server.ws_url)
+    client = RawClient(server.ws_url).greeted()
     client.socket.sendall(Frame(Opcode.TEXT, b"{", fin=False).serialize(mask=True))
     assert is_cut(client, Frame(Opcode.CONT, b"", fin=False))
 
 
 def test_a_client_may_take_its_time_to_read(server: RunningServer) -> None:
     """What waits in the kernel and the queue is less than what makes a slow reader."""
-    client = RawClient(server.ws_url)
+    client = RawClient(server.ws_url).greeted()
     client.send({"type": "session.update"})
     client.event()
     client.append(1280 * 40)

@@ -54,7 +54,7 @@ def test_a_signal_closes_open_sockets_in_the_middle_of_frames(number: signal.Sig
 
 def test_a_second_signal_ends_at_once() -> None:
     with serve_process("-m", MODEL) as server:
-        client = RawClient(server.ws_url)  # does not answer the closing, so that the end takes a while
+        client = RawClient(server.ws_url).greeted()  # does not answer the closing, so that the end takes a while
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.15)
         assert server.end(signal.SIGTERM) == 128 + signal.SIGTERM

@@ -56,7 +56,7 @@ def test_who_vanishes_leaves_nothing(server: RunningServer, moment: str) -> None
 def test_who_vanishes_behind_what_is_not_read(server: RunningServer, reset: bool) -> None:
     """The server has stopped reading, and speech it cannot send stops its frames: the end is seen nevertheless."""
     tasks = count_tasks(server)
-    client = RawClient(server.ws_url)
+    client = RawClient(server.ws_url).greeted()
     client.send({"type": "session.update", "session": {"system_prompt": "Be concise. " * 400}})
     for _ in range(12):
         client.append(16000)

@@ -25,7 +25,15 @@ from websockets.frames import Close, Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 from websockets.uri import parse_uri
 
-MOMENTS = ("before update", "opening", "between appends", "inside a frame", "inside a message", "during commit")
+MOMENTS = (
+    "handshake",
+    "before update",
+    "opening",
+    "between appends",
+    "inside a frame",
+    "inside a message",
+    "during commit",
+)
 PROMPT = "Be concise and answer in one sentence. " * 8
 WAIT_SECONDS = 60
 ECHOED = 512  # characters of an event_id that an error names
@@ -58,9 +66,13 @@ class RawClient:
         self.protocol.send_request(self.protocol.connect())
         self.socket.sendall(b"".join(self.protocol.data_to_send()))
         self.waiting: list[Any] = []
+
+    def greeted(self) -> RawClient:
+        """Wait for the acceptance and session.created; itself."""
         while self.protocol.state.name == "CONNECTING":
             self._read()
-        self.event()  # session.created
+        self.event()
+        return self
 
     def _read(self) -> bool:
         data = self.socket.recv(65536)
@@ -106,6 +118,10 @@ class RawClient:
 def vanish(url: str, moment: str, rng: random.Random) -> None:
     """Connect, get as far as `moment`, and vanish after a random while."""
     client = RawClient(url)
+    if moment == "handshake":
+        client.vanish(reset=rng.random() < 0.5)
+        return
+    client.greeted()
     if moment != "before update":
         client.send({"type": "session.update", "session": {"system_prompt": PROMPT if moment == "opening" else ""}})
         if moment != "opening":
@@ -128,7 +144,7 @@ def vanish(url: str, moment: str, rng: random.Random) -> None:
 
 def stalled(url: str, seconds: float, fast: bool) -> list[Any]:
     """Talk in real time, or as fast as is taken, and read nothing; then read: last error and closing code."""
-    client = RawClient(url)
+    client = RawClient(url).greeted()
     client.send({"type": "session.update"})
     client.event()
     message = client.framed({"type": "input_audio_buffer.append", "audio": audio(1280)})
