@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from .conversation import Interrupt
-from .generate import DEFAULT_MODEL, INTERRUPTED
-from .options import KeyValueCache, SpeechWeights
+from .generate import INTERRUPTED
+from .options import DEFAULT_MODEL, KeyValueCache, ModelArgument, SpeechWeights
 from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import Output, note
@@ -32,15 +32,7 @@ def _bandwidth(value: float | None) -> float | None:
 
 
 def bench(
-    model: Annotated[
-        str,
-        Argument(
-            metavar="[MODEL]",
-            envvar="MLX_VOICECHAT_MODEL",
-            show_default=False,
-            help="A folder, a Hub repository, or tiny; the 11B model in 4 bits if absent.",
-        ),
-    ] = DEFAULT_MODEL,
+    model: ModelArgument = DEFAULT_MODEL,
     frames: Annotated[int, Option(metavar="N", min=1, help="Frames of 80 ms; the first five are not timed.")] = 250,
     compiled: Annotated[
         bool, Option("--compile/--no-compile", help="Fuse kernels first; on a CPU that takes a while.")

@@ -16,7 +16,15 @@ from typer import Argument, Option
 from mlx_voicechat.errors import InputError, LimitError
 
 from .conversation import Interrupt, converse, cut, silence
-from .options import KeyValueCache, SpeechWeights, extra_seconds, not_negative, positive_seconds
+from .options import (
+    DEFAULT_MODEL,
+    KeyValueCache,
+    Model,
+    SpeechWeights,
+    extra_seconds,
+    not_negative,
+    positive_seconds,
+)
 from .outputs import Outputs, Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import LiveText, Output, Progress, complain, note
@@ -25,7 +33,6 @@ if TYPE_CHECKING:
     from mlx_voicechat import Event, Session
     from mlx_voicechat.speech_weights import Choice
 
-DEFAULT_MODEL = "mlx-community/NemotronLabs-VoiceChat-11B-4bit"
 COMPILE_WORTH_SECONDS = 120.0  # on a CPU the first compilation takes tens of seconds, a frame then 0.6 of the time
 INTERRUPTED = 130  # exit code of a program ended by Ctrl-C
 
@@ -37,17 +44,7 @@ def _no_argument(value: str | None) -> None:
 
 def generate(
     audio: Annotated[str, Option(metavar="PATH", help="The user's side: WAV, FLAC, OGG, MP3 ...; - is stdin.")],
-    model: Annotated[
-        str,
-        Option(
-            "-m",
-            "--model",
-            metavar="MODEL",
-            envvar="MLX_VOICECHAT_MODEL",
-            show_default=False,
-            help="A folder, a Hub repository, or tiny; the 11B model in 4 bits if absent.",
-        ),
-    ] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     prompt: Annotated[
         str | None, Option("-p", "--prompt", "--system-prompt", metavar="TEXT", help="System prompt; none if absent.")
     ] = None,

@@ -16,8 +16,7 @@ from typer import Argument, Option
 
 from mlx_voicechat.errors import CheckpointError
 
-from .generate import DEFAULT_MODEL
-from .options import SpeechWeights
+from .options import DEFAULT_MODEL, MODEL_VARIABLE, SpeechWeights
 from .render import Output, note
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def info(
         str,
         Argument(
             metavar="[MODEL]",
-            envvar="MLX_VOICECHAT_MODEL",
+            envvar=MODEL_VARIABLE,
             show_default=False,
             help="A folder, a Hub repository that was fetched, or tiny; the 11B model in 4 bits if absent.",
         ),

@@ -6,11 +6,20 @@ import math
 from typing import Annotated, Any
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 MAX_EXTRA_SECONDS = 600
 MAX_LIMIT_SECONDS = 1e9  # a number of samples beyond it is none
 
+DEFAULT_MODEL = "mlx-community/NemotronLabs-VoiceChat-11B-4bit"
+MODEL_VARIABLE = "MLX_VOICECHAT_MODEL"
+MODEL_HELP = "A folder, a Hub repository, or tiny; the 11B model in 4 bits if absent."
+
+Model = Annotated[
+    str,
+    Option("-m", "--model", metavar="MODEL", envvar=MODEL_VARIABLE, show_default=False, help=MODEL_HELP),
+]
+ModelArgument = Annotated[str, Argument(metavar="[MODEL]", envvar=MODEL_VARIABLE, show_default=False, help=MODEL_HELP)]
 SpeechWeights = Annotated[
     str | None, Option(metavar="f32|q8", show_default=False, help="How speech weights are held; else by memory.")
 ]

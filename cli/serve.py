@@ -15,9 +15,8 @@ from typer import Option
 
 from mlx_voicechat.errors import InputError
 
-from .generate import DEFAULT_MODEL
 from .main import Ended
-from .options import KeyValueCache, SpeechWeights, positive_seconds
+from .options import DEFAULT_MODEL, KeyValueCache, Model, SpeechWeights, positive_seconds
 from .render import complain, note
 
 if TYPE_CHECKING:
@@ -30,17 +29,7 @@ NOISY = ("uvicorn", "asyncio")  # their notes are of no use to who runs the serv
 
 
 def serve(
-    model: Annotated[
-        str,
-        Option(
-            "-m",
-            "--model",
-            metavar="MODEL",
-            envvar="MLX_VOICECHAT_MODEL",
-            show_default=False,
-            help="A folder, a Hub repository, or tiny; the 11B model in 4 bits if absent.",
-        ),
-    ] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     host: Annotated[
         str, Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is heard by the whole network.")
     ] = "127.0.0.1",
