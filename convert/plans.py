@@ -6,6 +6,7 @@ The first rule that matches decides. What no rule names becomes bfloat16, but KE
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -65,6 +66,14 @@ class Quantised(NamedTuple):
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
+def known_settings(bits: object, group_size: object, mode: object) -> Quantised | None:
+    """Settings that MLX has; None for others, or for what is no setting at all."""
+    if type(bits) is not int or type(group_size) is not int or not isinstance(mode, str):
+        return None
+    affine = mode == "affine" and bits in AFFINE_BITS and group_size in AFFINE_GROUPS
+    return Quantised(bits, group_size, mode) if affine or FIXED.get(mode) == (bits, group_size) else None
+
+
 Word: TypeAlias = Literal["f32", "bf16", "keep"]
 Setting: TypeAlias = "Word | Quantised"
 
@@ -113,13 +122,13 @@ class Plan:
         chosen: dict[str, Setting] = {}
         refused: dict[Rule, list[str]] = {}
         odd: dict[Rule, list[str]] = {}
-        idle = set(self.rules)
+        idle = dict.fromkeys(self.rules)
         for name, facts in tensors.items():
             rule = next((rule for rule in self.rules if rule.matches(name)), None)
             if rule is None:
                 chosen[name] = "keep" if facts.integer or KEPT.fullmatch(name) else "bf16"
                 continue
-            idle.discard(rule)
+            idle.pop(rule, None)
             chosen[name] = setting = _first_fitting(rule, facts)
             if _narrows(name, facts, setting, self.file):
                 refused.setdefault(rule, []).append(name)
@@ -127,11 +136,11 @@ class Plan:
                 odd.setdefault(rule, []).append(f"{name} ({facts.shape[-1]:,} inputs)")
             elif facts.integer:
                 chosen[name] = "keep"
-        self._refuse(refused, odd, idle if self.file else set())
+        self._refuse(refused, odd, list(idle) if self.file else [])
         _check_parts(chosen)
         return chosen
 
-    def _refuse(self, refused: dict[Rule, list[str]], odd: dict[Rule, list[str]], idle: set[Rule]) -> None:
+    def _refuse(self, refused: dict[Rule, list[str]], odd: dict[Rule, list[str]], idle: list[Rule]) -> None:
         where = f"{self.name}: the rule " if self.file else f"Plan {self.name}: "
         for rule, names in refused.items():
             raise InputError(
@@ -233,10 +242,10 @@ def find(name: str) -> Plan:
     if not name.endswith(".toml"):
         raise InputError(f"There is no plan {name!r}.", f"Plans: {', '.join(NAMED)}, or a file that ends in .toml.")
     try:
-        raw = tomllib.loads(Path(name).read_text(encoding="utf-8"))
+        raw = tomllib.loads(Path(os.path.expanduser(name)).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"The plan {name} cannot be read: {error.strerror}.") from None
-    except ValueError as error:  # UnicodeDecodeError and TOMLDecodeError
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and TOMLDecodeError are the first
         raise InputError(f"The plan {name} is not TOML: {error}.") from None
     if not raw:
         raise InputError(f"The plan {name} has no rules.", 'A rule: "stt_model.lm_head" = "8/64/affine"')
@@ -257,12 +266,9 @@ def parse_setting(value: str, pattern: str, where: str) -> Setting:
             return word  # type: ignore[return-value]
     if value in FIXED:
         return Quantised(*FIXED[value], value)
-    found = re.fullmatch(r"(\d+)/(\d+)(?:/(\w+))?", value)
-    if found:
-        setting = Quantised(int(found[1]), int(found[2]), found[3] or "affine")
-        affine = setting.bits in AFFINE_BITS and setting.group_size in AFFINE_GROUPS and setting.mode == "affine"
-        if affine or FIXED.get(setting.mode) == setting[:2]:
-            return setting
+    found = re.fullmatch(r"(\d{1,3})/(\d{1,3})(?:/(\w+))?", value)
+    if found and (setting := known_settings(int(found[1]), int(found[2]), found[3] or "affine")):
+        return setting
     numbers = " ".join(map(str, AFFINE_BITS)), " ".join(map(str, AFFINE_GROUPS))
     fixed = ", ".join(f"{bits}/{group}/{mode}" for mode, (bits, group) in FIXED.items())
     raise InputError(

@@ -107,7 +107,7 @@ def runtime_config(
         "codec_config": {"sample_rate": r.need("model.speech_generation.data.target_sample_rate")}
         | {key: r.need(f"{tts}codec_config.{name}") for key, name in CODEC_KEYS.items()},
         **{f"{name}_token_id": ids[token] for name, token in SPECIAL_TOKENS.items()},
-        "rnnt_blank_id": len(pieces),
+        "rnnt_blank_id": len(pieces) if isinstance(pieces, list) else 0,
         "input_sample_rate": r.need("data.source_sample_rate"),
         "output_sample_rate": r.need("data.target_sample_rate"),
         "frame_duration": r.need("data.frame_length"),
@@ -126,7 +126,7 @@ def runtime_config(
 def _audio(r: _Reader, stt: str, rnnt: str) -> dict[str, Any]:
     encoder = r.section(stt + "perception.encoder")
     context = encoder.get("att_context_size")
-    if context and not isinstance(context[0], list):
+    if isinstance(context, list) and context and not isinstance(context[0], list):
         encoder["att_context_size"] = [context]
     decoder = r.section(rnnt + "decoder_config.prednet")
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from mlx_voicechat.errors import CheckpointError, InputError
 from mlx_voicechat.shards import files, places, some_of
 from mlx_voicechat.text import Tokenizer
 
-from .plans import Facts, Quantised
+from .plans import Facts, Quantised, known_settings
 from .runtime_config import SPECIAL_TOKENS, runtime_config
 
 Layout: TypeAlias = Literal["nvidia", "mlx-community", "ours"]
@@ -184,7 +185,7 @@ def open_source(
     folder, source_revision = _find(source, revision, ["config.json"], "--source", say)
     raw = read_json(folder)
     kind = _layout(raw, folder)
-    if not Path(source).expanduser().is_dir():  # only now is it known which files it takes
+    if not os.path.isdir(os.path.expanduser(source)):  # only now is it known which files it takes
         patterns = hub.ORIGINAL_PATTERNS if kind == "nvidia" else hub.PATTERNS
         folder, source_revision = _find(source, source_revision, patterns, "--source", say)
     if tokenizer is not None or kind == "nvidia":
@@ -218,7 +219,7 @@ def open_source(
 
 def _find(name: str, revision: str | None, patterns: list[str], option: str, say: Say) -> tuple[Path, str | None]:
     """The folder, and the hub's revision of it when it is one of its snapshots."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         if revision is not None:
             raise InputError(f"{option} is the folder {name}: a folder has no revisions.", "Leave the revision out.")
@@ -267,7 +268,7 @@ def tensors(stored: Mapping[str, Stored], config: ModelConfig, kind: Layout, fol
 
     Raises CheckpointError that lists what is missing, unknown or of wrong shape.
     """
-    quantisation = {name: _settings(entry) for name, entry in config.quantization.items()}
+    quantisation = {name: _settings(name, entry) for name, entry in config.quantization.items()}
     found: dict[str, Tensor] = {}
     wrong: list[str] = []
     prefix = checkpoint.VOICE_PREFIX
@@ -301,16 +302,26 @@ def tensors(stored: Mapping[str, Stored], config: ModelConfig, kind: Layout, fol
     return found
 
 
-def _settings(entry: Mapping[str, Any]) -> Quantised:
-    return Quantised(entry["bits"], entry["group_size"], entry.get("mode", "affine"))
+def _settings(module: str, entry: Mapping[str, Any]) -> Quantised:
+    settings = known_settings(entry.get("bits"), entry.get("group_size"), entry.get("mode", "affine"))
+    if settings is None:
+        raise CheckpointError(f"`quantization` of {module} in config.json is {dict(entry)}, which MLX does not have.")
+    return settings
 
 
 def _quantised(name: str, module: str, settings: Quantised, stored: Mapping[str, Stored]) -> Tensor:
     parts = {part: stored[f"{module}.{part}"] for part, _ in settings.types if f"{module}.{part}" in stored}
     if len(parts) != len(settings.types):
         raise CheckpointError(f"{module} is quantised, but lacks some of {', '.join(p for p, _ in settings.types)}.")
-    rows, words = parts["weight"].shape
-    return Tensor(name, (rows, words * 32 // settings.bits), parts, settings)
+    rows, words = (*parts["weight"].shape, 0, 0)[:2]
+    inputs = words * 32 // settings.bits
+    expected = {"weight": (rows, words)} | dict.fromkeys(("scales", "biases"), (rows, inputs // settings.group_size))
+    for part, dtype in settings.types:
+        types = ("U32",) if part == "weight" else ("U8",) if dtype == "U8" else ("F32", "BF16", "F16")
+        if parts[part].shape != expected[part] or parts[part].dtype not in types:
+            found = f"{parts[part].dtype} {parts[part].shape}"
+            raise CheckpointError(f"{module}.{part} is {found}, which does not fit {settings} of config.json.")
+    return Tensor(name, (rows, inputs), parts, settings)
 
 
 def _mlx_shape(name: str, shape: tuple[int, ...], kind: Layout) -> tuple[int, ...]:

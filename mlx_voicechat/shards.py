@@ -6,6 +6,7 @@ Reads headers only and needs no MLX, so that a download can be checked before an
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,13 @@ SINGLE_FILE = "model.safetensors"
 GET_AGAIN = "The download was interrupted: repeat it, or the command that started it."
 NAMED_AT_MOST = 5  # tensors or files spelled out in a message; the rest is counted
 _PREFIX_BYTES = 8  # safetensors: the header's length, little-endian, then the header, then the data
+_MOST_HEADER_BYTES = 10**8  # safetensors' own limit: else a damaged length reads a whole file
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2"), 8),
+}
 
 
 class Stored(NamedTuple):
@@ -77,7 +85,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         if any(Path(file).name != file for file in names.values()):
             raise ValueError("a file name is not a plain name")
         return dict(names)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a safetensors index: {error}.", GET_AGAIN) from None
 
 
@@ -93,12 +101,12 @@ def places(path: Path) -> dict[str, tuple[tuple[int, ...], str, int]]:
         with path.open("rb") as stream:
             prefix = stream.read(_PREFIX_BYTES)
             length = int.from_bytes(prefix, "little")
-            text = stream.read(min(length, size))
+            text = stream.read(min(length, size, _MOST_HEADER_BYTES))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     if prefix == b"version ":
         raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself.", "Run `git lfs pull` in its folder.")
-    if text[:1] not in (b"{", b""):
+    if text[:1] not in (b"{", b"") or (length > _MOST_HEADER_BYTES and size > _MOST_HEADER_BYTES):
         raise CheckpointError(f"{path} is not a safetensors file.", GET_AGAIN)
     start = _PREFIX_BYTES + length
     if len(prefix) < _PREFIX_BYTES or size < start:
@@ -106,15 +114,32 @@ def places(path: Path) -> dict[str, tuple[tuple[int, ...], str, int]]:
     try:
         entries: dict[str, Any] = json.loads(text)
         entries.pop("__metadata__", None)
-        end = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        end = start + _check_entries(entries)
         tensors = {
             name: (tuple(entry["shape"]), str(entry["dtype"]), start + entry["data_offsets"][0])
             for name, entry in entries.items()
         }
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is not a safetensors file: its header cannot be read.", GET_AGAIN) from None
     if size < end:
         raise CheckpointError(f"{path} is cut off: it has {size:,} of {end:,} bytes.", GET_AGAIN)
     if size > end:
         raise CheckpointError(f"{path} is damaged: it has {size:,} bytes, its header says {end:,}.", GET_AGAIN)
     return tensors
+
+
+def _check_entries(entries: dict[str, Any]) -> int:
+    """Where the data of a header's tensors ends: they lie one after the other, and each takes what its shape says.
+
+    Raises what a header of other types raises, and ValueError.
+    """
+    end = 0
+    for entry in sorted(entries.values(), key=lambda entry: entry["data_offsets"]):
+        first, last = entry["data_offsets"]
+        if any(type(number) is not int or number < 0 for number in (first, last, *entry["shape"])) or first != end:
+            raise ValueError(entry)
+        bits = _BITS.get(entry["dtype"])
+        if last < first or (bits is not None and bits * math.prod(entry["shape"]) != 8 * (last - first)):
+            raise ValueError(entry)
+        end = last
+    return end
