@@ -27,7 +27,7 @@ HEARD_SECONDS = 1.0  # after which a microphone that brings only silence is spok
 STOPPED_SECONDS = 3.0  # without a sample: the microphone has stopped
 SILENT_PEAK = 3e-4  # -70 dB: less than the noise of an open microphone
 BEHIND_SECONDS = 1.0  # a backlog that is spoken of, and again whenever it has doubled
-PLAY_SECONDS = 120.0  # at most, for what is left at the end
+STALLED_SECONDS = 2.0  # without a sample played: what is left at the end is given up
 
 
 class Live(Dialogue):
@@ -126,12 +126,12 @@ class Live(Dialogue):
     async def _listen(self, wire: Wire, take: Callable[[Event], bool]) -> None:
         await super()._listen(wire, take)
         self._playback.finish()
-        deadline = asyncio.get_running_loop().time() + PLAY_SECONDS
-        loudspeaker = self._streams[0]
-        while self._playback.waiting_seconds and loudspeaker.active:
+        clock, loudspeaker = asyncio.get_running_loop().time, self._streams[0]
+        moved, before = clock(), self._playback.waiting_seconds
+        while (left := self._playback.waiting_seconds) and loudspeaker.active and clock() - moved < STALLED_SECONDS:
+            if left != before:
+                moved, before = clock(), left
             await asyncio.sleep(POLL_SECONDS)
-            if asyncio.get_running_loop().time() > deadline:
-                return
         await asyncio.sleep(min(float(loudspeaker.latency), 1.0))  # what the system holds
 
     def _count(self, frame: AudioFrame) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -180,7 +181,8 @@ class Call:
 
     def say(self, line: str) -> None:
         """A note between the words of the conversation."""
-        self._text.end_line()
+        if sys.stdout.isatty():
+            self._text.end_line()
         note(line)
 
     def hold(self, dialogue: Dialogue, url: str, api_key: str) -> None:

@@ -700,31 +700,35 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_the_result_is_that_of_generate(served: ServerProcess, tmp_path: Path) -> None:
-    options = ["-p", "Be concise.", "--seed", 7, "--extra-decoding-seconds", 1.23]
-    stream = ["-m", "tiny", "--stream", "--output-audio", tmp_path / "generate.wav"]
-    code, printed, _ = ended(started(tmp_path, "generate", "question.wav", *stream, *options))
-    assert code == 0
+def test_the_result_is_that_of_generate(
+    served: ServerProcess, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question, options = (
+        EXAMPLES / "question.wav",
+        ["-p", "Be brief.", "--seed", "7", "--extra-decoding-seconds", "1.23"],
+    )
+    stream = ["--audio", str(question), "-m", "tiny", "--stream", "--output-audio", str(tmp_path / "generate.wav")]
+    assert run(["generate", *stream, *options]) == 0
+    printed = capsys.readouterr().out
     assert len(printed) > len("[user] \n")
-    fast = ["--url", served.ws_url, "--fast", "--output-audio", tmp_path / "talk.wav"]
-    assert ended(started(tmp_path, "talk", "question.wav", *fast, *options)) == (0, printed, "")
+    result = command(served.ws_url, "--output-audio", tmp_path / "talk.wav", "--api-key", KEY, *options, file=question)
+    assert result == (0, printed, "")
     difference = wav(tmp_path / "talk.wav").astype(int) - wav(tmp_path / "generate.wav")
     assert np.abs(difference).max() == 1
 
 
 def test_ctrl_c_keeps_what_was_spoken(served: ServerProcess, tmp_path: Path) -> None:
-    for _ in range(2):  # the slot is free again
-        out = tmp_path / "out.wav"
-        process = started(tmp_path, "talk", "question.wav", "--url", served.url, "--output-audio", out)
-        assert process.stdout
-        assert process.stdout.read(6) == "[user]"
-        process.send_signal(signal.SIGINT)
-        code, _, err = ended(process)
-        assert code == 130, err
-        assert err.startswith("note: interrupted after ")
-        assert err.count("\n") == 1
-        assert 0 < len(wav(out)) < 66 * 1764
-        assert len(wav(out)) % 1764 == 0
+    out = tmp_path / "out.wav"
+    process = started(tmp_path, "talk", "question.wav", "--url", served.url, "--output-audio", out)
+    assert process.stdout
+    assert process.stdout.read(6) == "[user]"
+    process.send_signal(signal.SIGINT)
+    code, _, err = ended(process)
+    assert code == 130, err
+    assert err.startswith("note: interrupted after ")
+    assert err.count("\n") == 1
+    assert 0 < len(wav(out)) < 66 * 1764
+    assert len(wav(out)) % 1764 == 0
 
 
 def test_a_busy_server(served: ServerProcess, tmp_path: Path, command: Command) -> None:
