@@ -89,9 +89,9 @@ class Live(Dialogue):
         capture, playback, found = self._capture, self._playback, []
         if playback.starved:
             found.append(f"playback ran dry {_times(playback.starved)}: answers came late.")
-        if playback.underflows or capture.overflows:
-            parts = f"{_times(playback.underflows)} for the loudspeaker, {_times(capture.overflows)} for the microphone"
-            found.append(f"this program was too late for the sound system {parts}.")
+        for count, device in ((playback.underflows, "loudspeaker"), (capture.overflows, "microphone")):
+            if count:
+                found.append(f"this program was {_times(count)} too late for the {device}.")
         if playback.lost:
             found.append(
                 f"{playback.lost / self._loudspeaker.rate_hz:.1f} s of speech had no room and were not played."
