@@ -8,7 +8,7 @@ import json
 import shlex
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -16,6 +16,7 @@ from typer import Argument, Option
 from mlx_voicechat.errors import InputError, LimitError
 
 from .conversation import Interrupt, converse, cut, silence
+from .loading import open_model
 from .options import (
     DEFAULT_MODEL,
     KeyValueCache,
@@ -31,7 +32,6 @@ from .render import LiveText, Output, Progress, complain, note
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event, Session
-    from mlx_voicechat.speech_weights import Choice
 
 COMPILE_WORTH_SECONDS = 120.0  # on a CPU the first compilation takes tens of seconds, a frame then 0.6 of the time
 INTERRUPTED = 130  # exit code of a program ended by Ctrl-C
@@ -107,7 +107,6 @@ def generate(
     targets = Targets(output_audio, both_sides, events, profile_json, frames_file() if profile else None)
     targets.check(audio)
 
-    import mlx_voicechat
     from mlx_voicechat.audio import AudioReader
 
     output = Output()
@@ -121,13 +120,10 @@ def generate(
         total_seconds = recording.seconds + extra_decoding_seconds
         if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS:
             compiled = True
-        choice = cast("Choice | None", speech_weights)
-        loaded = mlx_voicechat.load(model, say=note, compile=compiled, speech_weights=choice, kv_cache=kv_cache)
+        loaded = open_model(model, compiled, speech_weights, kv_cache)
         from mlx_voicechat.model import BLOCK_FRAMES  # only now: it imports MLX
 
         config = loaded.config
-        if config.demonstration:
-            note(f"{loaded.name} is a demonstration, {config.demonstration}. The real model is {DEFAULT_MODEL}.")
         session = loaded.session(
             system_prompt=prompt,
             seed=seed,

@@ -6,22 +6,21 @@ import asyncio
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
 
 from mlx_voicechat.errors import InputError
 
-from .generate import DEFAULT_MODEL
-from .options import KeyValueCache, SpeechWeights, extra_seconds, not_negative, positive_seconds
+from .loading import open_model
+from .options import DEFAULT_MODEL, KeyValueCache, Model, SpeechWeights, extra_seconds, not_negative, positive_seconds
 from .outputs import Outputs, Targets
 from .render import LiveText, Output, note
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event
     from mlx_voicechat.model import VoiceChat
-    from mlx_voicechat.speech_weights import Choice
 
     from .dialogue import Dialogue
 
@@ -66,17 +65,7 @@ def talk(
     api_key: Annotated[
         str, Option(metavar="KEY", envvar="MLX_VOICECHAT_API_KEY", show_default=False, help="The server's key, if any.")
     ] = "",
-    model: Annotated[
-        str,
-        Option(
-            "-m",
-            "--model",
-            metavar="MODEL",
-            envvar="MLX_VOICECHAT_MODEL",
-            show_default=False,
-            help="A folder, a Hub repository, or tiny; the 11B model in 4 bits if absent.",
-        ),
-    ] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     voice: Annotated[str | None, Option(metavar="NAME", help="One of the model's voices, if it has several.")] = None,
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
@@ -118,13 +107,7 @@ def talk(
         realtime_url(url)  # before a recording is decoded
 
     def load() -> VoiceChat:
-        import mlx_voicechat
-
-        choice = cast("Choice | None", speech_weights)
-        loaded = mlx_voicechat.load(model, say=note, compile=compiled, speech_weights=choice, kv_cache=kv_cache)
-        if loaded.config.demonstration:
-            note(f"{loaded.name} is a demonstration, {loaded.config.demonstration}. The real model is {DEFAULT_MODEL}.")
-        return loaded
+        return open_model(model, compiled, speech_weights, kv_cache)
 
     call = Call(targets, system_prompt, seed)
     with LocalServer() as here, contextlib.ExitStack() as files:
