@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import ssl
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -15,15 +16,16 @@ from typer import Option
 
 from mlx_voicechat.errors import InputError
 
+from .loading import open_model
 from .main import Ended
 from .options import DEFAULT_MODEL, KeyValueCache, Model, SpeechWeights, positive_seconds
 from .render import complain, note
 
 if TYPE_CHECKING:
     from mlx_voicechat.model import VoiceChat
-    from mlx_voicechat.speech_weights import Choice
 
 LEVELS = ("debug", "info", "warning", "error")
+PREFIX = re.compile(r"([\w.~-]+(/[\w.~-]+)*)?", re.ASCII)
 SWITCH_SECONDS = 0.001  # Python's 5 ms between threads would be added to a frame's time
 NOISY = ("uvicorn", "asyncio")  # their notes are of no use to who runs the server; websockets' would show the key
 
@@ -84,7 +86,6 @@ def serve(
     if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
         raise InputError("--api-key must be printable and without spaces.")
 
-    import mlx_voicechat
     from mlx_voicechat.server.access import is_loopback
     from mlx_voicechat.server.app import REALTIME, create_app
     from mlx_voicechat.server.engine import Engine
@@ -92,6 +93,10 @@ def serve(
     from mlx_voicechat.server.sockets import Server, listen
 
     prefix = api_prefix.strip("/")
+    if not PREFIX.fullmatch(prefix):
+        raise InputError(f"--api-prefix {api_prefix} is no path.", "Write it like /voice, of letters, digits and -._~")
+    if not host.strip():
+        raise InputError("--host is empty.", "127.0.0.1 is this machine, 0.0.0.0 the whole network.")
     settings = Settings(
         model=model,
         host=host,
@@ -110,27 +115,19 @@ def serve(
         max_message_bytes=max_message_bytes,
     )
     _log(log_level)
+    listener = listen(host, port)
     if api_key is None and not is_loopback(host):
         note(
             f"{host} can be reached from other machines and there is no --api-key: anyone there can talk to the model."
         )
-    listener = listen(host, port)
 
     def load() -> VoiceChat:
-        loaded = mlx_voicechat.load(
-            model,
-            say=note,
-            compile=compiled,
-            speech_weights=cast("Choice | None", speech_weights),
-            kv_cache=kv_cache,
-        )
-        if loaded.config.demonstration:
-            note(f"{loaded.name} is a demonstration, {loaded.config.demonstration}. The real model is {DEFAULT_MODEL}.")
-        return loaded
+        return open_model(model, compiled, speech_weights, kv_cache)
 
     def announce() -> None:
         if engine.failure is not None:
             server.should_exit = True
+        if server.should_exit:  # a signal came while the model loaded: nobody can connect any more
             return
         scheme = "wss" if ssl_certfile else "ws"
         shown = f"[{host}]" if ":" in host else host
@@ -174,11 +171,15 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
 
 def _origins(option: str, values: list[str] | None) -> tuple[str, ...]:
     origins = tuple(
-        origin.strip().rstrip("/") for value in values or () for origin in value.split(",") if origin.strip()
+        origin.strip().rstrip("/").lower() for value in values or () for origin in value.split(",") if origin.strip()
     )
     for origin in origins:
-        parts = urlsplit(origin)
-        if origin != "*" and (not parts.netloc or parts.path or parts.query):
+        try:
+            parts = urlsplit(origin)
+            named = bool(parts.hostname) and parts.port != 0 and not (parts.path or parts.query)
+        except ValueError:
+            named = False
+        if origin != "*" and not named:
             raise InputError(f"{option} {origin} is no origin.", "Write it as https://name or https://name:port.")
     return origins
 
@@ -188,5 +189,12 @@ def _log(level: str) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("mlx_voicechat").setLevel(level.upper())
+    logging.getLogger("uvicorn.error").addFilter(_is_ours)
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR if level == "error" else logging.WARNING)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a fault is not a client's broken HTTP, which was answered with 400 and met the application's answer."""
+    fault = record.exc_info[1] if record.exc_info else None
+    return type(fault).__name__ != "LocalProtocolError"

@@ -42,4 +42,5 @@ class Settings:
     @property
     def model_id(self) -> str:
         """What `session.updated` and `/v1/models` report: the alias, else the last part of the model's name."""
-        return self.alias or Path(self.model).name or self.model
+        name = self.alias or Path(self.model).name or self.model
+        return name.encode(errors="replace").decode()  # bytes of a file name that are no text

@@ -11,6 +11,7 @@ import base64
 import binascii
 import json
 import logging
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 WIRE_SCALE = 32767
 CONFIGURING, OPENING, READY, COMMITTED, BROKEN = "configuring", "opening", "ready", "committed", "broken"
+MOST_DIGITS = 4300  # of an integer
 AUDIO = "audio must be base64 of little-endian 16-bit PCM"
 
 log = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ def parsed(frame: Mapping[str, Any]) -> dict[str, Any]:
     if text is None:
         raise Wrong("invalid_request", "Messages are JSON text frames, not binary ones.")
     try:
-        message = json.loads(text)
+        message = json.loads(text, parse_int=number)
     except RecursionError:
         raise Wrong("invalid_request", "The message is nested too deeply.") from None
     except ValueError as fault:
@@ -71,6 +73,11 @@ def parsed(frame: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise Wrong("invalid_request", f"The message is {named(message)}, expected a JSON object.")
     return message
+
+
+def number(digits: str) -> int | float:
+    """A JSON integer; Python refuses or takes seconds for very long ones, which are all too large here."""
+    return int(digits) if len(digits) <= MOST_DIGITS else math.copysign(math.inf, -1 if digits[0] == "-" else 1)
 
 
 def session_options(message: dict[str, Any], most_seconds: float) -> messages.Open:
@@ -90,8 +97,8 @@ def session_options(message: dict[str, Any], most_seconds: float) -> messages.Op
     seed = 0 if seed is None else seed
     need(is_integer(seed) and seed >= 0, "session.seed must be an integer of at least 0", seed)
     seconds = most_seconds if seconds is None else seconds
-    number = is_integer(seconds) or isinstance(seconds, float)
-    need(number and seconds > 0, "session.max_streaming_seconds must be a number above 0", seconds)
+    numeric = is_integer(seconds) or isinstance(seconds, float)
+    need(numeric and seconds > 0, "session.max_streaming_seconds must be a number above 0", seconds)
     return messages.Open(prompt, seed, float(min(seconds, most_seconds)))
 
 

@@ -72,6 +72,14 @@ class Socket(WebSocketsSansIOProtocol):
 
     async def run_asgi(self) -> None:
         self.scope[SCOPE_KEY] = self  # type: ignore[literal-required]
+        app: Any = self.app
+
+        async def answered(scope: Any, receive: Any, send: Any) -> None:
+            await app(scope, receive, send)
+            if self.close_sent and not self.handshake_complete:
+                raise ClientDisconnected  # refused in words, which uvicorn would log as a fault of the application
+
+        self.app = answered
         await super().run_asgi()
         if not (self.disconnected or self._cutting):  # closing alone waits for ever for a peer that does not read
             self._cut_later(UNREAD_SECONDS if self.transport.get_write_buffer_size() else CLOSING_SECONDS)

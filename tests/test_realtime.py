@@ -223,6 +223,19 @@ def test_a_session_that_cannot_be_opened(url: str, session: Any) -> None:
         assert caller.open()["session"]["state"] == "ready"  # it may be tried again
 
 
+def test_numbers_of_thousands_of_digits(url: str) -> None:
+    digits = "9" * 5000
+    with greeted(url) as caller:
+        for seed in (digits, f"-{digits}"):
+            caller.send(f'{{"type": "session.update", "event_id": "mine", "session": {{"seed": {seed}}}}}')
+            error = caller.receive()["error"]
+            assert (error["code"], error["event_id"]) == (INITIALISATION, "mine")
+        caller.send(f'{{"type": "session.update", "session": {{"max_streaming_seconds": {digits}}}}}')
+        assert caller.receive()["type"] == "session.updated"
+        caller.send(f'{{"type": "input_audio_buffer.append", "audio": "", "sample_rate": {digits}}}')
+        assert caller.receive()["error"]["code"] == INFERENCE
+
+
 @pytest.mark.parametrize(
     "session",
     [
