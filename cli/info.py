@@ -59,7 +59,8 @@ def info(
     if damaged:
         raise CheckpointError(
             f"{', '.join(damaged)}: not what was fetched.",
-            "Remove it, and fetch it again with `mlx-voicechat download`.",
+            f"Remove {', '.join(str((Path(facts['folder']) / name).resolve()) for name in damaged)}, "
+            "and fetch it again with `mlx-voicechat download`.",
         )
 
 

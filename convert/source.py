@@ -224,8 +224,10 @@ def _find(name: str, revision: str | None, patterns: list[str], option: str, say
         if revision is not None:
             raise InputError(f"{option} is the folder {name}: a folder has no revisions.", "Leave the revision out.")
         folder = path
-    elif hub.is_repository_id(name):
+    elif hub.is_repository_id(name) and not path.is_file():
         folder = hub.fetch(name, revision=revision, patterns=patterns, say=say)
+    elif name == checkpoint.DEMONSTRATION and revision is not None:
+        raise InputError(f"{option} is {name}, which is built in and has no revisions.", "Leave the revision out.")
     else:
         folder = checkpoint.find(name, say)  # `tiny`, or an error that says what it is instead
     snapshot = folder.resolve().name
@@ -238,7 +240,7 @@ def _public_name(folder: Path) -> str:
     cached = next((part for part in parents if part.startswith("models--")), None)
     if cached is not None:
         return cached.removeprefix("models--").replace("--", "/")
-    return folder.resolve().name
+    return folder.resolve().name.encode(errors="replace").decode()  # bytes of a file name that are no text
 
 
 def _layout(raw: Mapping[str, Any], folder: Path) -> Layout:

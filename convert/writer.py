@@ -60,7 +60,9 @@ def remove(folder: Path) -> None:
 def check_target(output: Path) -> Path:
     """The real path of a folder that is new or empty, beside which files can be made; raises InputError."""
     target = Path(os.path.realpath(os.path.expanduser(output)))
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if target.is_dir() and os.path.samefile(target, os.curdir):
+        raise InputError(f"{output} is the folder you are in, and it is replaced whole.", "Name a new folder.")
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{output} exists already and is not an empty folder.", "Name a new folder.")
     if not target.parent.is_dir():
         raise InputError(f"There is no folder {target.parent}.", "Make it first.")

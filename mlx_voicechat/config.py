@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -353,7 +354,8 @@ def read_json(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no config.json.", "Name a checkpoint folder or a hub id.") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+        remedy = f"If it is damaged, remove {os.path.realpath(path)} and get it again."
+        raise CheckpointError(f"{path} cannot be read: {error}.", remedy) from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} is not a JSON object.")
     return raw

@@ -43,6 +43,7 @@ ELSEWHERE = (
 )
 LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN."
 READ_BYTES = 2**20
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
 def print_notice(text: str) -> None:
@@ -255,7 +256,7 @@ def _explain(repository: str, revision: str | None, error: Exception, fault: Che
         return HubError(
             f"The disk is too full for {repository}: {error}.", "Free some space, or set HF_HOME elsewhere."
         )
-    if isinstance(error, PermissionError):
+    if getattr(error, "errno", None) in UNWRITABLE:
         return HubError(f"The cache cannot be written: {error}.", "Set HF_HOME to a folder that is yours.")
     if isinstance(error, json.JSONDecodeError):
         return HubError(f"{constants.ENDPOINT} does not answer like a hub.", "Check HF_ENDPOINT, proxy and network.")

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlx_voicechat.config import parse_config, read_config
 from mlx_voicechat.convert import plans, writer
 from mlx_voicechat.convert.runtime_config import runtime_config
 from mlx_voicechat.convert.source import open_source
@@ -128,8 +131,6 @@ def test_quantised_parts_that_do_not_fit(part: str, dtype: str, shape: list[int]
     ],
 )
 def test_an_originals_config_of_other_types(keys: tuple[str, ...], value: Any) -> None:
-    from mlx_voicechat.config import parse_config
-
     raw = json.loads((GOLDEN / "tiny-nvidia" / "config.json").read_text())
     node = raw
     for key in keys[:-1]:
@@ -168,3 +169,42 @@ def test_a_target_that_is_neither_file_nor_folder(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="exists already"):
         writer.check_target(tmp_path / "pipe")
+
+
+def test_a_target_that_is_a_link_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InputError, match="exists already"):
+        writer.check_target(tmp_path / "loop")
+
+
+def test_the_folder_one_is_in_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="the folder you are in"):
+        writer.check_target(Path())
+
+
+def test_a_file_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").touch()
+    with pytest.raises(CheckpointError, match="model/weights is a file"):
+        open_source("model/weights")
+
+
+def test_the_demonstration_has_no_revision() -> None:
+    with pytest.raises(InputError, match="no revisions"):
+        open_source("tiny", revision="main")
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS takes no such names")
+def test_a_source_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / "tiny-f32", tmp_path / "caf\udce9", copy_function=shutil.copyfile)
+    with open_source(str(folder)) as source:
+        assert source.name == "caf?"
+
+
+def test_a_damaged_config_is_removed_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_text("{")
+    (tmp_path / "config.json").symlink_to("blob")
+    with pytest.raises(CheckpointError, match=f"remove {re.escape(str(tmp_path.resolve()))}/blob and"):
+        read_config(tmp_path)

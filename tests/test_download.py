@@ -81,6 +81,11 @@ def test_a_published_checkpoint(server: Hub, tmp_path: Path) -> None:
     assert code == 2
     assert "DIFFERS from what was fetched" in next(line for line in out.splitlines() if line.startswith(tokenizer.name))
     assert "error: tokenizer.json: not what was fetched." in err
+    blob = tokenizer.resolve()
+    assert f"Remove {blob}, and" in err  # without its link alone it would come back as it is
+    blob.unlink()
+    assert command(tmp_path, server.url, "download")[0] == 0
+    assert command(tmp_path, "http://127.0.0.1:9", "info", PUBLISHED["4bit"], "--hash")[0] == 0
 
 
 def test_nvidias_original(server: Hub, tmp_path: Path) -> None:

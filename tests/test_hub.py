@@ -340,3 +340,10 @@ def test_an_answer_that_is_no_hubs(tmp_path: Path) -> None:
     error = hub._explain("org/small", None, json.JSONDecodeError("Expecting value", "<html>", 0), None)
     assert "does not answer like a hub" in error.message
     assert "HF_ENDPOINT" in error.remedy
+
+
+@pytest.mark.parametrize("fault", [NotADirectoryError(20, "Not a directory"), OSError(30, "Read-only file system")])
+def test_a_cache_that_is_no_place_to_write(fault: OSError) -> None:
+    error = hub._explain("org/small", None, fault, None)
+    assert "cache cannot be written" in error.message
+    assert "HF_HOME" in error.remedy
