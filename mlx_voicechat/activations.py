@@ -12,7 +12,8 @@ import mlx.core as mx
 
 
 def silu(x: mx.array) -> mx.array:
-    return x * mx.sigmoid(x)
+    """`x sigmoid(x)`; on a CPU MLX's own sigmoid takes twice as long as its exponential."""
+    return x / (1 + mx.exp(-x))
 
 
 def relu(x: mx.array) -> mx.array:

@@ -19,6 +19,7 @@ from .cache import BLOCK, KvCache
 from .config import LlmConfig
 from .linear import Linear, add_product, numpy_products, prepare_linears
 
+QUERY_BLOCK = 64  # positions that attend at once: keys after the last of them are never looked at
 CHUNK = 32  # positions of one block of the scan; larger ones add work in its square part
 
 
@@ -212,7 +213,15 @@ class Attention(nn.Module):
         queries, keys, values = projected
         keys, values, mask = cache.update(keys, values)
         scale = self._head_dim**-0.5
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+        if mask is None:
+            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
+        before, parts = keys.shape[2] - queries.shape[2], []
+        for start in range(0, queries.shape[2], QUERY_BLOCK):
+            block = slice(start, start + QUERY_BLOCK)
+            seen = slice(before + start + QUERY_BLOCK)
+            shown = (queries[:, :, block], keys[:, :, seen], values[:, :, seen])
+            parts.append(mx.fast.scaled_dot_product_attention(*shown, scale=scale, mask=mask[block, seen]))
+        return mx.concatenate(parts, axis=2)
 
     def output(self, x: mx.array, attended: mx.array) -> mx.array:
         """The residual x (B T, H) and (B, heads, T, head_dim) -> (B T, H)."""
