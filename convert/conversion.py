@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_voicechat import checkpoint, text_table
 from mlx_voicechat.config import ModelConfig, parse_config
 from mlx_voicechat.ear_tts import EarTts
-from mlx_voicechat.errors import InputError
+from mlx_voicechat.errors import CheckpointError, InputError
 from mlx_voicechat.hub import BASE_PATTERNS
 from mlx_voicechat.text import Tokenizer, character_table
 
@@ -209,15 +209,25 @@ def encoded(source: Source, output: Output) -> Iterator[tuple[Entry, Block]]:
             for block in source.stored(name, part):
                 yield entry, block
     elif isinstance(setting, Quantised):
-        for block in source.blocks(name):
+        for block in _sound(source, name):
             packed = mx.quantize(block.array.astype(mx.bfloat16), **setting.arguments())
             for entry, array in zip(output.entries, packed, strict=True):
                 yield entry, Block(block.row, array)
     else:
         (entry,) = output.entries
         dtype = MLX_TYPES.get(entry.dtype)
-        for block in source.blocks(name):
+        for block in _sound(source, name):
             yield entry, block if dtype is None else Block(block.row, block.array.astype(dtype))
+
+
+def _sound(source: Source, name: str) -> Iterator[Block]:
+    """A tensor's blocks; raises CheckpointError at NaN or infinity, which no plan could keep apart from damage."""
+    for block in source.blocks(name):
+        if mx.issubdtype(block.array.dtype, mx.floating) and not mx.isfinite(block.array).all().item():
+            raise CheckpointError(
+                f"{source.folder}: {name} holds NaN or infinity.", "The file is damaged: get it again."
+            )
+        yield block
 
 
 MLX_TYPES = {"F32": mx.float32, "BF16": mx.bfloat16, "F16": mx.float16}

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_voicechat import checkpoint, hub, inventory, layout
 from mlx_voicechat.config import ModelConfig, parse_config, read_json
-from mlx_voicechat.errors import CheckpointError, InputError
+from mlx_voicechat.errors import CheckpointError, HubError, InputError
 from mlx_voicechat.shards import files, places, some_of
 from mlx_voicechat.text import Tokenizer
 
@@ -225,7 +225,11 @@ def _find(name: str, revision: str | None, patterns: list[str], option: str, say
             raise InputError(f"{option} is the folder {name}: a folder has no revisions.", "Leave the revision out.")
         folder = path
     elif hub.is_repository_id(name) and not path.is_file():
-        folder = hub.fetch(name, revision=revision, patterns=patterns, say=say)
+        try:
+            folder = hub.fetch(name, revision=revision, patterns=patterns, say=say)
+        except HubError as error:
+            instead = f"Name a folder that holds it instead: {option} FOLDER."
+            raise HubError(error.message, error.remedy.replace(hub.ELSEWHERE, instead)) from error
     elif name == checkpoint.DEMONSTRATION and revision is not None:
         raise InputError(f"{option} is {name}, which is built in and has no revisions.", "Leave the revision out.")
     else:

@@ -20,7 +20,7 @@ from mlx_voicechat.config import parse_config, read_config
 from mlx_voicechat.convert import conversion, plans
 from mlx_voicechat.convert.source import Stored, open_source, tensors
 from mlx_voicechat.convert.writer import check_target
-from mlx_voicechat.errors import CheckpointError, InputError
+from mlx_voicechat.errors import CheckpointError, HubError, InputError
 from mlx_voicechat.model import Frame, VoiceChat
 from mlx_voicechat.shards import places, verify
 
@@ -311,6 +311,29 @@ def test_tensors_that_do_not_belong(tmp_path: Path) -> None:
         open_source(str(folder))
     for words in ("missing 1: stt_model.function_head", "unknown 1: stt_model.extra", "lm_head.weight is (3, 4)"):
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("plan", ["bf16", "4bit"])
+def test_a_damaged_weight_is_refused_by_name(tmp_path: Path, plan: str) -> None:
+    folder = copy_of("tiny-f32", tmp_path)
+
+    def damage(stored: dict[str, mx.array]) -> None:
+        weight = stored["stt_model.lm_head.weight"]
+        stored["stt_model.lm_head.weight"] = mx.where(mx.arange(weight.shape[1]) == 5, mx.nan, weight)
+
+    rewrite(folder, damage)
+    with pytest.raises(CheckpointError, match="weight holds NaN or infinity"):
+        converted(folder, tmp_path / "out", plan)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_cannot_be_fetched_is_asked_for_by_its_option(
+    original: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match="--tokenizer FOLDER") as caught:
+        open_source(str(original), tokenizer="nobody/tokenizer-of-nobody")
+    assert "--model" not in str(caught.value)
 
 
 def test_sources_and_tokenizers_that_are_none(original: Path, tmp_path: Path) -> None:
