@@ -53,14 +53,14 @@ def root(
 ) -> None:
     """NVIDIA NemotronLabs VoiceChat, a full-duplex speech-to-speech model, on Apple Silicon.
 
-    Without a download: mlx-voicechat generate -m tiny --audio question.wav
+    Without a download: mlx-voicechat generate -m tiny --audio examples/question.wav
     """
     if context.invoked_subcommand is None:
         Output().write(context.get_help() + "\n")
 
 
 app.command(cls=_OptionsOnly, short_help="Answer a recording: text on stdout, speech in a file.")(generate)
-app.command(short_help="Talk to a server.")(talk)
+app.command(short_help="Talk with the model: microphone and loudspeakers.")(talk)
 app.command(short_help="Serve the model live at /v1/realtime.")(serve)
 app.command(short_help="Describe a model and the memory it takes.")(info)
 app.command(short_help="Fetch a model ahead of its first use.")(download)

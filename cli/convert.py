@@ -65,6 +65,7 @@ def convert(
         with _progress("converting") as progress:
             conversion.run(job, target, progress, complain)
         if samples is not None:
+            complain(f"{target} is written; now it is verified.")
             from mlx_voicechat.convert.verify import verify_tensors
 
             with _progress("comparing") as progress:

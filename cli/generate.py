@@ -98,10 +98,15 @@ def generate(
     for option, value in (("--image", image), ("--video", video)):
         if value is not None:
             raise InputError(f"{option} is not supported: this model hears and speaks, it does not see.")
-    profile = profile or profile_json is not None
-    for option, used in (("--max-streaming-seconds", max_streaming_seconds is not None), ("--profile", profile)):
+    of_streams = {
+        "--max-streaming-seconds": max_streaming_seconds is not None,
+        "--profile": profile,
+        "--profile-json": profile_json is not None,
+    }
+    for option, used in of_streams.items():
         if used and not stream:
             raise InputError(f"{option} works only together with --stream.")
+    profile = profile or profile_json is not None
     if n is not None:
         note("-n is ignored: the output is as long as the recording and the silence after it.")
     targets = Targets(output_audio, both_sides, events, profile_json, frames_file() if profile else None)

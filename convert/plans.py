@@ -112,7 +112,7 @@ class Plan:
 
     def described(self) -> dict[str, str]:
         """The rules as text, for config.json and the model card."""
-        rules = {rule.text: str(rule.settings[0]) for rule in self.rules}
+        rules = {rule.text: ", else ".join(map(str, rule.settings)) for rule in self.rules}
         return rules if "*" in rules else rules | REST
 
     def settings(self, tensors: Mapping[str, Facts]) -> dict[str, Setting]:
@@ -150,7 +150,7 @@ class Plan:
         for rule, names in odd.items():
             raise InputError(
                 f'{where}"{rule.text}" = "{rule.settings[0]}" has a group that does not divide: {some_of(names)}.',
-                "Choose another group size for them.",
+                "Choose `bf16`, or other groups for them in a plan of your own, a .toml file.",
             )
         for rule in idle:
             raise InputError(

@@ -179,7 +179,10 @@ def _fitting(facts: Facts) -> Check:
     if not facts.needs:
         return Check("fits", WARNING, "cannot be told without MLX")
     fitting = [name for name, (first, _) in facts.needs.items() if first <= facts.usable_bytes]
-    listed = {name: f"{name} ({_gb(a)}, after ten minutes {_gb(b)})" for name, (a, b) in facts.needs.items()}
+    listed = {
+        name: f"{name} ({_gb(a)}, after ten minutes {_gb(b)}{'' if b <= facts.usable_bytes else ': too much'})"
+        for name, (a, b) in facts.needs.items()
+    }
     others = ", ".join(text for name, text in listed.items() if name not in fitting)
     if not fitting:
         return Check("fits", STOP, f"no checkpoint: not {others}", "`--model tiny` runs anywhere.")

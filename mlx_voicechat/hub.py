@@ -38,9 +38,7 @@ __all__ = [
 WEIGHTS = ("model*.safetensors",)
 REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 REVISION = re.compile(r"[\w][\w./+-]*")
-ELSEWHERE = (
-    "Name a folder that holds a checkpoint instead (`--model FOLDER`), or try `--model tiny`, which is built in."
-)
+ELSEWHERE = "Name a folder that holds a checkpoint instead, or the model `tiny`, which is built in."
 LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN."
 READ_BYTES = 2**20
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)

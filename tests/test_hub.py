@@ -262,7 +262,7 @@ def test_no_network_and_no_cache(dead_port: str, tmp_path: Path) -> None:
     error = locate("org/small", tmp_path, dead_port)
     assert error["code"] == "hub_error"
     assert "not in the cache and the hub does not answer" in error["message"]
-    assert "--model tiny" in error["remedy"]
+    assert "the model `tiny`" in error["remedy"]
     assert "folder" in error["remedy"]
 
 
@@ -279,8 +279,8 @@ def test_no_network_and_no_cache(dead_port: str, tmp_path: Path) -> None:
         ("org/forbidden", "", ["denies access", "hf auth login"]),
         ("org/busy", "", ["too many requests", "429", "Wait some minutes", "hf auth login"]),
         ("org/busy", "hf_x", ["too many requests", "Wait some minutes"]),
-        ("org/broken", "", ["answered 500", "Try again later", "--model tiny"]),
-        ("org/down", "", ["answered 503", "--model tiny"]),
+        ("org/broken", "", ["answered 500", "Try again later", "the model `tiny`"]),
+        ("org/down", "", ["answered 503", "the model `tiny`"]),
         ("org/empty", "", ["org/empty has no tokenizer.json"]),
     ],
 )
