@@ -20,7 +20,8 @@ from .config import LlmConfig
 from .linear import Linear, add_product, numpy_products, prepare_linears
 
 QUERY_BLOCK = 64  # positions that attend at once: keys after the last of them are never looked at
-CHUNK = 32  # positions of one block of the scan; larger ones add work in its square part
+# Positions of one block of the scan: on a GPU few passes over the state count, on a CPU the work in its square part.
+CHUNK = 64 if mx.default_device().type == mx.gpu else 16
 
 
 class MambaState(NamedTuple):
