@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--plan", default="bf16")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        measure(Path(name), options.plan)
+        measure(Path(name).resolve(), options.plan)
 
 
 def measure(folder: Path, plan: str) -> None:
