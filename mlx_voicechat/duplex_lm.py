@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
-from threadpoolctl import threadpool_limits
 
 from .activations import relu, silu
 from .cache import BLOCK, KvCache
@@ -340,8 +339,8 @@ class NemotronH(nn.Module):
         """x (B, T, H) -> hidden states after the final norm (B, T, H), state; lazy for one position."""
         if x.shape[1] == 1:
             return self._run(self._compiled or self._segments, x, state)
-        # one thread: products of a layer are too short for several, which wait for each other on a busy machine
-        with numpy_products(self), threadpool_limits(1):
+        # products of a layer are too short for several threads, which wait for each other on a busy machine
+        with numpy_products(self, threads=1):
             return self._run(self._segments, x, state)
 
     def _run(self, segments: Sequence[Segment], x: mx.array, state: LlmState) -> tuple[mx.array, LlmState]:

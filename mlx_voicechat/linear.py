@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
+from threadpoolctl import threadpool_limits
 
 
 class Linear(nn.Linear):
@@ -47,10 +48,11 @@ def prepare_linears(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def numpy_products(module: nn.Module) -> Iterator[None]:
+def numpy_products(module: nn.Module, threads: int | None = None) -> Iterator[None]:
     """Meanwhile numpy multiplies for the float32 linear layers of `module`, where MLX itself is slow at many rows.
 
-    That is on Linux on a CPU, where MLX comes with the reference BLAS; elsewhere nothing changes.
+    That is on Linux on a CPU, where MLX comes with the reference BLAS; elsewhere nothing changes. `threads` is the most
+    that numpy takes, None as many as it likes.
     """
     if sys.platform == "darwin" or mx.default_device().type != mx.cpu:
         yield
@@ -59,7 +61,8 @@ def numpy_products(module: nn.Module) -> Iterator[None]:
     layers = [(path, layer) for path, layer in named if layer.weight.dtype == mx.float32]
     module.update_modules(tree_unflatten([(path, _NumpyLinear(layer)) for path, layer in layers]))
     try:
-        yield
+        with threadpool_limits(threads):
+            yield
     finally:
         module.update_modules(tree_unflatten(layers))
 
