@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from support.checkpoints import GOLDEN
 
+from mlx_voicechat.cli.convert import PLANS
 from mlx_voicechat.convert import plans
 from mlx_voicechat.convert.plans import Facts, Quantised
 from mlx_voicechat.convert.source import open_source
@@ -26,6 +27,10 @@ def plan_file(where: Path, text: str) -> plans.Plan:
     path = where / "own.toml"
     path.write_text(text, encoding="utf-8")
     return plans.find(str(path))
+
+
+def test_the_help_names_every_plan() -> None:
+    assert PLANS.split(", ") == list(plans.NAMED)
 
 
 def test_the_first_rule_that_matches_decides(facts: dict[str, Facts], tmp_path: Path) -> None:

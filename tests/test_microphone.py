@@ -17,9 +17,9 @@ import soundfile
 from mlx_voicechat.cli import live
 from mlx_voicechat.cli.live import smaller_checkpoint
 from mlx_voicechat.cli.main import run
+from tests.support.scripted_server import Peer, standing_in
 from tests.support.server import RunningServer, running_server
 from tests.support.sound import Sound, device, install
-from tests.support.standin import Peer, standing_in
 
 QUESTION = Path(__file__).parents[1] / "examples" / "question.wav"
 LOUD = np.full(1764, 16000, "<i2")

@@ -24,8 +24,8 @@ from mlx_voicechat.cli.client import realtime_url
 from mlx_voicechat.cli.main import run
 from mlx_voicechat.errors import InputError
 from tests.support.checkpoints import GOLDEN
+from tests.support.scripted_server import Peer, standing_in
 from tests.support.server import ServerProcess, serve_process
-from tests.support.standin import Peer, standing_in
 
 SECOND_FRAMES = 13  # 1 s is 12.5 frames
 Command = Callable[..., tuple[int, str, str]]

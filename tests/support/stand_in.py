@@ -21,16 +21,13 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mlx_voicechat.server.page import page_routes
+from tests.support.scripted_server import FORMATS
 
 FRAME_SAMPLES = 1764
 RATE_HZ = 22050
 TONE_HZ = 440
 AMPLITUDE = 0.3
 WAIT_SECONDS = 30
-FORMATS = {
-    "input_audio_format": {"type": "pcm16", "sample_rate": 16000},
-    "output_audio_format": {"type": "pcm16", "sample_rate": RATE_HZ},
-}
 TRANSCRIPT = "conversation.item.input_audio_transcription.delta"
 # frame -> type, delta, cumulative text; three turns and a function's
 SAID = {
