@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -17,7 +14,7 @@ from .generate import INTERRUPTED
 from .options import DEFAULT_MODEL, KeyValueCache, ModelArgument, SpeechWeights
 from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts
-from .render import Output, note
+from .render import Output, note, progress_bar
 
 if TYPE_CHECKING:
     from mlx_voicechat.speech_weights import Choice
@@ -56,7 +53,7 @@ def bench(
     from mlx_voicechat.measure import bench as measure
 
     output = Output()
-    with Interrupt() as interrupt, _progress(frames) as progress:
+    with Interrupt() as interrupt, progress_bar(total=frames, unit=" frames") as bar:
         report, every_frame = measure(
             model,
             frames,
@@ -66,7 +63,7 @@ def bench(
             kv_cache=kv_cache,
             parts=wants_parts(),
             say=note,
-            progress=progress,
+            progress=lambda done: bar.update(done - bar.n),
             stop=lambda: interrupt.pressed,
         )
     if targets.profile_frames:
@@ -76,18 +73,6 @@ def bench(
     if report["frames"] < frames:
         note(f"interrupted after {report['frames']} of {frames} frames.")
         raise typer.Exit(INTERRUPTED)
-
-
-@contextmanager
-def _progress(frames: int) -> Iterator[Callable[[int], Any]]:
-    """A bar of frames, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=frames, unit=" frames", file=sys.stderr, dynamic_ncols=True, leave=False) as bar:
-        yield lambda done: bar.update(done - bar.n)
 
 
 def tables(report: dict[str, Any]) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer import Option
 
-from .render import Output, complain, note
+from .render import Output, complain, note, progress_bar
 
 PLANS = "f32, bf16, 8bit, 6bit, 5bit, 4bit, mixed-5, mixed-4, mxfp8, mxfp4"
 
@@ -62,30 +60,22 @@ def convert(
         job = conversion.prepare(opened, chosen)
         for line in job.describe(target):
             complain(line)
-        with _progress("converting") as progress:
-            conversion.run(job, target, progress, complain)
+        with _bar("converting") as bar:
+            conversion.run(job, target, partial(_show, bar), complain)
         if samples is not None:
             complain(f"{target} is written; now it is verified.")
             from mlx_voicechat.convert.verify import verify_tensors
 
-            with _progress("comparing") as progress:
-                complain(verify_tensors(job, target, progress))
+            with _bar("comparing") as bar:
+                complain(verify_tensors(job, target, partial(_show, bar)))
             complain(agreement.compare(opened, target, samples, note))
     Output().write(f"{target}\n")
 
 
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], Any]]:
-    """A bar of bytes, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from tqdm import tqdm
+def _bar(what: str) -> Any:
+    return progress_bar(desc=what, unit="B", unit_scale=True)
 
-    with tqdm(desc=what, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True, leave=False) as bar:
 
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show
+def _show(bar: Any, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)

@@ -22,6 +22,7 @@ from .options import (
     KeyValueCache,
     Model,
     SpeechWeights,
+    Voice,
     extra_seconds,
     not_negative,
     positive_seconds,
@@ -58,7 +59,7 @@ def generate(
     seed: Annotated[
         int, Option(metavar="N", callback=not_negative, help="Of the speech's noise: same seed, same bytes.")
     ] = 0,
-    voice: Annotated[str | None, Option(metavar="NAME", help="One of the model's voices, if it has several.")] = None,
+    voice: Voice = None,
     guidance_scale: Annotated[
         float | None,
         Option(metavar="X", callback=not_negative, help="How closely speech follows text; else the model's."),

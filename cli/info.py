@@ -6,9 +6,7 @@ import hashlib
 import json
 import os
 import shlex
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +15,7 @@ from typer import Argument, Option
 from mlx_voicechat.errors import CheckpointError
 
 from .options import DEFAULT_MODEL, MODEL_VARIABLE, SpeechWeights
-from .render import Output, note
+from .render import Output, note, progress_bar
 
 if TYPE_CHECKING:
     from mlx_voicechat.config import ModelConfig
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 ANNOUNCED_SECONDS = (60, 600)  # lengths of conversation to tell the memory for
 NAME_WIDTH = 22
 SHA256_DIGITS = 64
-CONVERSION_KEY = "mlx_voicechat_conversion"  # in config.json, as `convert` writes it
 
 
 def info(
@@ -67,7 +64,7 @@ def info(
 def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
     """Everything `info` tells. Raises CheckpointError and, for an unknown `speech_weights`, InputError."""
     from mlx_voicechat import checkpoint, composition, hub_cache, memory
-    from mlx_voicechat.config import read_config
+    from mlx_voicechat.config import read_config, read_json
     from mlx_voicechat.shards import verify
 
     folder = _folder(model)
@@ -86,7 +83,7 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
         **facts,
         "kind": config.demonstration or ("random weights" if config.synthetic else ""),
         "format": f"mlx-voicechat {version}" if version else "mlx-community",
-        "conversion": _raw(folder).get(CONVERSION_KEY) or {},
+        "conversion": read_json(folder).get(checkpoint.CONVERSION_KEY) or {},
         "quantization": quantization(config),
         **_stored(folder, stored, config.quantization),
         "speech_weights": "q8" if plan else "f32",
@@ -105,9 +102,10 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
 
 def _original(folder: Path) -> dict[str, Any]:
     """What can be told of NVIDIA's original."""
+    from mlx_voicechat.config import read_json
     from mlx_voicechat.shards import verify
 
-    model = _raw(folder).get("model")
+    model = read_json(folder).get("model")
     speaker = model.get("inference_speaker_name") if isinstance(model, dict) else None
     return {
         "kind": "",
@@ -138,12 +136,6 @@ def _stored(folder: Path, stored: Mapping[str, Stored], quantised: Mapping[str, 
     }
 
 
-def _raw(folder: Path) -> dict[str, Any]:
-    """config.json as it stands; a config that cannot be read is reported by those who read it before."""
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return raw if isinstance(raw, dict) else {}
-
-
 def hashes(folder: Path) -> dict[str, dict[str, Any]]:
     """SHA-256 of each file, and whether it is what was fetched: None for a file that the Hub cache does not know."""
     from mlx_voicechat.hub import sha256
@@ -151,9 +143,10 @@ def hashes(folder: Path) -> dict[str, dict[str, Any]]:
 
     files = sorted(path for path in folder.iterdir() if path.is_file())
     found = {}
-    with _progress(sum(path.stat().st_size for path in files)) as progress:
+    total = sum(path.stat().st_size for path in files)
+    with progress_bar(total=total, unit="B", unit_scale=True) as bar:
         for path in files:
-            known, digest = known_hash(path), sha256(path, progress)
+            known, digest = known_hash(path), sha256(path, bar.update)
             same = None if known is None else known == (digest if len(known) == SHA256_DIGITS else git_hash(path))
             found[path.name] = {"sha256": digest, "as_fetched": same}
     return found
@@ -163,18 +156,6 @@ def git_hash(path: Path) -> str:
     """Git's SHA-1 of a file, by which the Hub knows small ones."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], Any]]:
-    """A bar of bytes, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True, leave=False) as bar:
-        yield bar.update
 
 
 def _folder(model: str) -> Path:

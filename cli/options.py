@@ -23,6 +23,11 @@ ModelArgument = Annotated[str, Argument(metavar="[MODEL]", envvar=MODEL_VARIABLE
 SpeechWeights = Annotated[
     str | None, Option(metavar="f32|q8", show_default=False, help="How speech weights are held; else by memory.")
 ]
+Compiled = Annotated[
+    bool | None,
+    Option("--compile/--no-compile", show_default=False, help="Fuse kernels first; on a GPU only if absent."),
+]
+Voice = Annotated[str | None, Option(metavar="NAME", help="One of the model's voices, if it has several.")]
 KeyValueCache = Annotated[str, Option(metavar="f32|bf16", help="How the speech generator's keys and values are held.")]
 
 

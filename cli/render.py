@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlx_voicechat import Event
 
 PREFIXES = {"user": "[user] ", "assistant": "", "function": "[function] "}
+HEADPHONES = "use headphones: through loudspeakers the model hears itself, there is no echo cancellation."
 QUIET_FRAMES = 5  # a line that was not added to for so long (0.4 s) is over
 
 
@@ -29,6 +30,13 @@ def complain(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         abandon(sys.stderr)
+
+
+def progress_bar(**shown: Any) -> Any:
+    """A bar of `tqdm`'s, on a terminal only, that goes when its block ends."""
+    from tqdm import tqdm
+
+    return tqdm(file=sys.stderr, disable=None, dynamic_ncols=True, leave=False, **shown)
 
 
 def abandon(stream: TextIO) -> None:

@@ -18,8 +18,8 @@ from mlx_voicechat.errors import InputError
 
 from .loading import open_model
 from .main import Ended
-from .options import DEFAULT_MODEL, KeyValueCache, Model, SpeechWeights, positive_seconds
-from .render import complain, note
+from .options import DEFAULT_MODEL, Compiled, KeyValueCache, Model, SpeechWeights, Voice, positive_seconds
+from .render import HEADPHONES, complain, note
 
 if TYPE_CHECKING:
     from mlx_voicechat.model import VoiceChat
@@ -50,7 +50,7 @@ def serve(
     alias: Annotated[
         str | None, Option(metavar="NAME", help="The model's name for clients; else its folder's.")
     ] = None,
-    voice: Annotated[str | None, Option(metavar="NAME", help="One of the model's voices, if it has several.")] = None,
+    voice: Voice = None,
     ssl_certfile: Annotated[
         Path | None, Option(metavar="FILE", help="Serve TLS: other machines' browsers have no microphone without it.")
     ] = None,
@@ -70,10 +70,7 @@ def serve(
     ] = 2**20,
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
-    compiled: Annotated[
-        bool | None,
-        Option("--compile/--no-compile", show_default=False, help="Fuse kernels first; on a GPU only if absent."),
-    ] = None,
+    compiled: Compiled = None,
     log_level: Annotated[str, Option(metavar="|".join(LEVELS), help="How much is said on stderr.")] = "info",
 ) -> None:
     """Serve the model live at /v1/realtime, one WebSocket a conversation.
@@ -132,7 +129,7 @@ def serve(
         scheme = "wss" if ssl_certfile else "ws"
         shown = f"[{host}]" if ":" in host else host
         complain(f"ready: {scheme}://{shown}:{listener.getsockname()[1]}{settings.api_prefix}{REALTIME}")
-        note("use headphones: through loudspeakers the model hears itself, there is no echo cancellation.")
+        note(HEADPHONES)
 
     engine = Engine(load, settings, announce)
     server = Server(create_app(engine, settings), settings)

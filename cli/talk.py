@@ -14,9 +14,19 @@ from typer import Option
 from mlx_voicechat.errors import InputError
 
 from .loading import open_model
-from .options import DEFAULT_MODEL, KeyValueCache, Model, SpeechWeights, extra_seconds, not_negative, positive_seconds
+from .options import (
+    DEFAULT_MODEL,
+    Compiled,
+    KeyValueCache,
+    Model,
+    SpeechWeights,
+    Voice,
+    extra_seconds,
+    not_negative,
+    positive_seconds,
+)
 from .outputs import Outputs, Targets
-from .render import LiveText, Output, note
+from .render import HEADPHONES, LiveText, Output, note
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event
@@ -24,7 +34,6 @@ if TYPE_CHECKING:
 
     from .dialogue import Dialogue
 
-HEADPHONES = "use headphones: through loudspeakers the model hears itself, there is no echo cancellation."
 HALF_DUPLEX = "half duplex: while the assistant speaks the microphone is off, and interrupting it is, too."
 OF_THE_FILE = ("extra_decoding_seconds", "fast")
 OF_THE_MICROPHONE = ("duration", "half_duplex", "input_device", "output_device")
@@ -66,13 +75,10 @@ def talk(
         str, Option(metavar="KEY", envvar="MLX_VOICECHAT_API_KEY", show_default=False, help="The server's key, if any.")
     ] = "",
     model: Model = DEFAULT_MODEL,
-    voice: Annotated[str | None, Option(metavar="NAME", help="One of the model's voices, if it has several.")] = None,
+    voice: Voice = None,
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
-    compiled: Annotated[
-        bool | None,
-        Option("--compile/--no-compile", show_default=False, help="Fuse kernels first; on a GPU only if absent."),
-    ] = None,
+    compiled: Compiled = None,
     extra_decoding_seconds: Annotated[
         float,
         Option(metavar="SECONDS", callback=extra_seconds, help="Silence after a recording, for answers: 0 to 600."),

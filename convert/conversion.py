@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_voicechat import checkpoint, text_table
+from mlx_voicechat.checkpoint import CONVERSION_KEY
 from mlx_voicechat.config import ModelConfig, parse_config
 from mlx_voicechat.ear_tts import EarTts
 from mlx_voicechat.errors import CheckpointError, InputError
-from mlx_voicechat.hub import BASE_PATTERNS
+from mlx_voicechat.hub import BASE_PATTERNS, gigabytes
 from mlx_voicechat.text import Tokenizer, character_table
 
 from . import card, writer
@@ -24,7 +25,6 @@ from .plans import Plan, Quantised, Setting
 from .source import BLOCK_BYTES, Block, Say, Source, Tensor
 from .writer import Entry
 
-CONVERSION_KEY = "mlx_voicechat_conversion"  # in config.json: where the checkpoint comes from, and how
 LAYOUT_NAMES = {"nvidia": "NVIDIA's original", "mlx-community": "mlx-community layout", "ours": "mlx-voicechat format"}
 WORKING_COPIES = 10  # of a block: read, re-laid, in MLX, rounded, packed, and what MLX keeps for reuse
 TTS_PREFIX = "tts_model.tts_model."
@@ -90,16 +90,12 @@ class Job:
         held = sum(part.bytes for tensor in source.tensors.values() for part in tensor.parts.values())
         rules = "; ".join(f"{text}: {setting}" for text, setting in self.plan.described().items())
         return [
-            f"source: {source.name}, {LAYOUT_NAMES[source.layout]}, {count:,} tensors, {size(held)}",
+            f"source: {source.name}, {LAYOUT_NAMES[source.layout]}, {count:,} tensors, {gigabytes(held)}",
             f"plan: {self.plan.name} ({rules})",
-            f"output: {target}, about {size(self.bytes)} in {len(self.shards)} weight files",
-            f"disk: {size(self.bytes)} needed, {size(shutil.disk_usage(target.parent).free)} free; "
-            f"memory: at most about {size(self.peak_bytes)}",
+            f"output: {target}, about {gigabytes(self.bytes)} in {len(self.shards)} weight files",
+            f"disk: {gigabytes(self.bytes)} needed, {gigabytes(shutil.disk_usage(target.parent).free)} free; "
+            f"memory: at most about {gigabytes(self.peak_bytes)}",
         ]
-
-
-def size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def prepare(source: Source, plan: Plan) -> Job:
@@ -140,7 +136,7 @@ def run(job: Job, target: Path, progress: Progress = lambda done, total: None, s
     Raises InputError (no space) and VoiceChatError (the disk); then nothing is left."""
     free = shutil.disk_usage(target.parent).free
     if job.bytes > free:
-        raise InputError(f"{target} needs {size(job.bytes)}, the disk has {size(free)}.", "Free some space.")
+        raise InputError(f"{target} needs {gigabytes(job.bytes)}, the disk has {gigabytes(free)}.", "Free some space.")
     source = job.source
     raw = configuration(job)
     config = parse_config(raw)
@@ -237,10 +233,13 @@ def _row_bytes(entry: Entry) -> int:
     return entry.bytes // entry.shape[0] if entry.shape and entry.shape[0] else 0
 
 
+def as_bytes(array: mx.array) -> mx.array:
+    """What a tensor is in its file: uint8 (n,)."""
+    return mx.contiguous(array).reshape(-1).view(mx.uint8)
+
+
 def _bytes(array: mx.array) -> memoryview:
-    if array.ndim == 0:
-        array = array.reshape(1)
-    data: Any = mx.contiguous(array).reshape(-1).view(mx.uint8)
+    data: Any = as_bytes(array)
     return memoryview(data)
 
 
@@ -256,7 +255,7 @@ def _write_text_table(folder: Path, config: ModelConfig, source: Source, say: Sa
     if table is None:
         fusion = tts.gated_fusion_audio_text
         fusion.prepare()
-        say(f"text table: {shape[0]:,} tokens, {size(4 * shape[0] * shape[1])}")
+        say(f"text table: {shape[0]:,} tokens, {gigabytes(4 * shape[0] * shape[1])}")
         table = text_table.fast(tts, lambda: tts.embed_subword.table(characters, fusion.text))
     entry = Entry(text_table.TENSOR, "F32", shape)
     beginning, starts = writer.header([entry], text_table.facts(fingerprint))

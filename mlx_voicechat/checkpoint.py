@@ -6,10 +6,8 @@ before `build` has checked every name and shape. The rules are those of the spec
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -20,14 +18,16 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from . import assets, hub, layout
-from .config import ModelConfig
+from .config import ModelConfig, read_json
 from .errors import CheckpointError, InputError
+from .hub import print_notice
 from .shards import Stored, some_of, verify
 from .text import Tokenizer
 
 DEMONSTRATION = "tiny"  # the model name that stands for the packaged checkpoint
 FORMAT_KEY = "mlx_voicechat_format"  # in config.json: MLX tensor layouts, written by `convert`
 FORMAT_VERSION = 1
+CONVERSION_KEY = "mlx_voicechat_conversion"  # in config.json: where a converted checkpoint comes from, and how
 VOICE_PREFIX = "tts_model.audio_prompt_latents."
 STEP_BYTES = 256 * 2**20  # weights evaluated at once, so that what they are made from is freed early
 
@@ -48,10 +48,6 @@ class Parameters(dict[str, mx.array]):
         super().__init__(arrays)
         self.folder = folder
         self.stored = stored
-
-
-def print_notice(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def find(model: str | Path, say: Callable[[str], None] = print_notice) -> Path:
@@ -106,7 +102,7 @@ def load_parameters(folder: Path, config: ModelConfig, tokenizer: Tokenizer | No
 
 def stored_format(folder: Path) -> int:
     """0 for PyTorch tensor layouts (mlx-community), else our format's version; a newer one raises CheckpointError."""
-    version = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(FORMAT_KEY, 0)
+    version = read_json(folder).get(FORMAT_KEY, 0)
     if not isinstance(version, int) or not 0 <= version <= FORMAT_VERSION:
         raise CheckpointError(
             f"{folder}: {FORMAT_KEY} is {version!r}, this program reads up to {FORMAT_VERSION}.",
