@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mlx_voicechat.hub_cache import ORIGINAL
+
 if TYPE_CHECKING:
     from .plans import Plan
     from .source import Source
 
-ORIGINAL = "nvidia/NVIDIA-NemotronLabs-VoiceChat-11B"
 CARD = """---
 base_model: {original}
 library_name: mlx

@@ -214,8 +214,8 @@ def _language(body: Quantised, heads: Quantised) -> tuple[Rule, ...]:
 
 A_LOG = _rule("*.A_log", r".*\.A_log", "keep")
 EVERYTHING_BF16 = _rule("*", ".*", "bf16")
-SPEECH = Rule("encoder, TTS and MoG matrices", re.compile(rf"(?={speech_weights.LAYERS.pattern}).*"), ())
 EIGHT = Quantised(8, 64)
+SPEECH = _rule("encoder, TTS and MoG matrices", rf"(?={speech_weights.LAYERS.pattern}).*", EIGHT, Quantised(8, 32))
 
 
 def _named() -> dict[str, Plan]:
@@ -223,8 +223,7 @@ def _named() -> dict[str, Plan]:
     for bits in (8, 6, 5, 4):  # everything but the LLM as the published checkpoints have it
         whole = Quantised(bits, 64)
         plans.append(Plan(f"{bits}bit", (A_LOG, *_language(whole, whole), EVERYTHING_BF16)))
-    speech = Rule(SPEECH.text, SPEECH.pattern, (EIGHT, Quantised(8, 32)))
-    plans.append(Plan("mixed-5", (*_language(Quantised(5, 64), EIGHT), speech)))
+    plans.append(Plan("mixed-5", (*_language(Quantised(5, 64), EIGHT), SPEECH)))
     plans.append(Plan("mixed-4", _language(Quantised(4, 64), EIGHT)))
     for mode in ("mxfp8", "mxfp4"):
         whole = Quantised(*FIXED[mode], mode)

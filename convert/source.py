@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_voicechat import checkpoint, hub, inventory, layout
-from mlx_voicechat.config import ModelConfig, parse_config, read_json
+from mlx_voicechat.config import ModelConfig, is_original, parse_config, read_json
 from mlx_voicechat.errors import CheckpointError, HubError, InputError
+from mlx_voicechat.hub_cache import COMMIT
 from mlx_voicechat.shards import files, places, some_of
 from mlx_voicechat.text import Tokenizer
 
@@ -28,7 +28,6 @@ Say: TypeAlias = Callable[[str], None]
 
 BASE_LLM = "nvidia/NVIDIA-Nemotron-Nano-9B-v2"
 TOKENIZER_FOLDER = "tokenizer"  # of a local original, where the base LLM's files lie beside it
-REVISION = re.compile(r"[0-9a-f]{40}")
 BLOCK_BYTES = 8 * 2**20  # of a source tensor in memory at once
 # safetensors type: what numpy reads it as, and what MLX then views it as
 TYPES: dict[str, tuple[Any, mx.Dtype]] = {
@@ -235,7 +234,7 @@ def _find(name: str, revision: str | None, patterns: list[str], option: str, say
     else:
         folder = checkpoint.find(name, say)  # `tiny`, or an error that says what it is instead
     snapshot = folder.resolve().name
-    return folder, snapshot if REVISION.fullmatch(snapshot) else None
+    return folder, snapshot if COMMIT.fullmatch(snapshot) else None
 
 
 def _public_name(folder: Path) -> str:
@@ -248,7 +247,7 @@ def _public_name(folder: Path) -> str:
 
 
 def _layout(raw: Mapping[str, Any], folder: Path) -> Layout:
-    if raw.get("model_type") is None and {"model", "data"} <= raw.keys():
+    if is_original(raw):
         return "nvidia"
     return "ours" if checkpoint.stored_format(folder) else "mlx-community"
 

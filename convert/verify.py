@@ -11,15 +11,14 @@ import mlx.core as mx
 from mlx_voicechat.errors import VoiceChatError
 from mlx_voicechat.shards import some_of
 
-from .conversion import Job, Output, Progress
+from .conversion import Job, Output, Progress, as_bytes
 from .plans import Quantised
-from .source import Source, open_source
+from .source import BLOCK_BYTES, Source, open_source
 
 BFLOAT16 = 2.0**-8  # half a unit in the last place, of the value
 AFFINE_STEPS = 1.1  # MLX moves the scale so that zero is exact: the far end may lie a step outside
 # Of the largest value of a group: where powers of two scale, it is up to twice the widest number below it.
 FIXED_BOUNDS = {"mxfp4": 1 / 4, "mxfp8": 1 / 8, "nvfp4": 1 / 4}
-ROWS_BYTES = 8 * 2**20  # compared at once
 
 
 def verify_tensors(job: Job, target: Path, progress: Progress = lambda done, total: None) -> str:
@@ -52,9 +51,9 @@ def _same(source: Source, result: Source, output: Output) -> bool:
     name, written = output.tensor.name, result.tensors[output.tensor.name]
     if written.quantised is not None and output.copied:
         parts = output.tensor.parts
-        return all(_equal(source, result, name, part, part) for part in parts)
+        return all(_equal(source, result, name, part) for part in parts)
     if written.quantised is None and output.tensor.quantised is None and written.dtype == output.tensor.dtype:
-        return _equal(source, result, name, "", "")
+        return _equal(source, result, name, "")
     rows = _rows(source, output)
     blocks = zip(source.blocks(name, rows), result.blocks(name, rows), strict=True)
     if written.quantised is None:
@@ -72,13 +71,13 @@ def _rows(source: Source, output: Output) -> int:
     shape = output.tensor.shape
     if not shape or source.read_whole(output.tensor):
         return max(1, shape[0] if shape else 1)
-    return max(1, ROWS_BYTES // (4 * max(1, math.prod(shape[1:]))))
+    return max(1, BLOCK_BYTES // (4 * max(1, math.prod(shape[1:]))))
 
 
-def _equal(source: Source, result: Source, name: str, part: str, other: str) -> bool:
+def _equal(source: Source, result: Source, name: str, part: str) -> bool:
     rows = _rows_of_part(source, name, part)
-    pairs = zip(source.stored(name, part, rows), result.stored(name, other, rows), strict=True)
-    return all(bool(mx.array_equal(_bits(a.array), _bits(b.array))) for a, b in pairs)
+    pairs = zip(source.stored(name, part, rows), result.stored(name, part, rows), strict=True)
+    return all(bool(mx.array_equal(as_bytes(a.array), as_bytes(b.array))) for a, b in pairs)
 
 
 def _rows_of_part(source: Source, name: str, part: str) -> int:
@@ -87,11 +86,7 @@ def _rows_of_part(source: Source, name: str, part: str) -> int:
     count = stored.shape[0] if stored.shape else 1
     if source.read_whole(tensor):
         return max(1, tensor.shape[0], count)
-    return max(1, ROWS_BYTES * max(1, count) // max(1, stored.bytes))
-
-
-def _bits(array: mx.array) -> mx.array:
-    return mx.contiguous(array).reshape(-1).view(mx.uint8)
+    return max(1, BLOCK_BYTES * max(1, count) // max(1, stored.bytes))
 
 
 def _rounding(array: mx.array) -> mx.array:

@@ -251,6 +251,11 @@ class ModelConfig:
     quantization: Mapping[str, Mapping[str, Any]]
 
     @property
+    def quiet_ids(self) -> frozenset[int]:
+        """Tokens of both channels that are no text."""
+        return frozenset((self.pad_id, self.silence_id, self.bos_id, self.eos_id))
+
+    @property
     def frame_samples_in(self) -> int:
         return round(self.input_rate_hz * self.frame_seconds)
 
@@ -374,9 +379,14 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     return config
 
 
+def is_original(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of NVIDIA's original, which is to be converted."""
+    return raw.get("model_type") is None and bool({"model", "data"} & raw.keys())
+
+
 def _check_kind(raw: Mapping[str, Any], where: str) -> None:
     kind = raw.get("model_type")
-    if kind is None and {"model", "data"} & raw.keys():
+    if is_original(raw):
         raise CheckpointError(
             f"{where} is NVIDIA's original layout, which does not load directly.",
             f"Convert it: `mlx-voicechat convert --source {Path(where).parent} --output FOLDER --plan 8bit`; "

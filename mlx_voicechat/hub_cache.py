@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config import MODEL_TYPE
+from .config import MODEL_TYPE, is_original
 from .errors import CheckpointError
 from .shards import SINGLE_FILE, verify
 
@@ -100,7 +100,7 @@ def layout(folder: Path) -> str:
         return ""
     if not isinstance(raw, dict):
         return ""
-    if raw.get("model_type") is None and {"model", "data"} & raw.keys():
+    if is_original(raw):
         return "nvidia"
     return "runtime" if raw.get("model_type") == MODEL_TYPE else ""
 

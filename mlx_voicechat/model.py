@@ -246,8 +246,7 @@ class VoiceChat:
         """
         session = self.session(system_prompt="Hello.", voice=voice)
         silence = np.zeros(self.config.frame_samples_in, np.float32)
-        quiet = {self.config.pad_id, self.config.silence_id, self.config.bos_id, self.config.eos_id}
-        spoken = next(token for token in range(self.config.llm.vocab_size) if token not in quiet)
+        spoken = next(token for token in range(self.config.llm.vocab_size) if token not in self.config.quiet_ids)
         for text in (self.config.pad_id, self.config.bos_id, spoken, self.config.eos_id):
             session.force(text=text)
             session.push(silence)

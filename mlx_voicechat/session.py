@@ -72,7 +72,7 @@ class Session:
         self.closed = False
         self.limited = False
         self._noise = noise
-        self._quiet_ids = {config.pad_id, config.silence_id, config.bos_id, config.eos_id}
+        self._quiet_ids = config.quiet_ids
         self._text = IncrementalDecoder(model.tokenizer)
         self._function = IncrementalDecoder(model.tokenizer)
         self._transcript = TranscriptText(config.rnnt.pieces)
