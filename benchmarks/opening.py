@@ -2,7 +2,8 @@
 
     python benchmarks/opening.py CHECKPOINT [--tokens 400] [--rounds 5]
 
-Stepped is the same code with one prompt position at a time. Prints medians of alternating rounds and their ratios.
+Stepped is the same code with one prompt position at a time. The two take turns every half second or so, so that a busy
+neighbour slows both; printed are medians over the rounds, of the times and of each round's ratio.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import islice
 
 import mlx.core as mx
 
@@ -20,21 +22,45 @@ from mlx_voicechat import model as engine
 from mlx_voicechat.model import VoiceChat
 from mlx_voicechat.session import seeded_draws
 
+TURNS = 16  # of either side in a round
 
-def milliseconds(work: Callable[[], object]) -> float:
+
+def language_part(model: VoiceChat, ids: list[int], chunk: int, times: int = 1) -> Iterator[None]:
+    """Only the LLM's share of `VoiceChat.prefill`, in chunks of `chunk`, `times` over."""
+    for _ in range(times):
+        state = model.language.init_state()
+        for start in range(0, len(ids), chunk):
+            tokens = mx.array([ids[start : start + chunk]])
+            pad = mx.full(tokens.shape, model.config.pad_id)
+            _, state = model.language.step(model.language.fuse(pad, model.language.embed(tokens), pad), state)
+            mx.eval(state.arrays)
+            yield
+
+
+def opening(model: VoiceChat, ids: list[int], chunk: int) -> Iterator[None]:
+    """A whole opening whose LLM runs in chunks of `chunk`."""
+    tts = model.config.tts
+    state = model.init_state(model.voice(None), tts.guidance_scale)
+    shapes = (len(tts.pass_counts), tts.mog.num_predictions), (len(tts.pass_counts), tts.latent_size)
+    yield from model.prefill(ids, state, lambda step: seeded_draws(0, step, *shapes), chunk)
+
+
+def milliseconds(work: Iterator[None], steps: int | None) -> float:
+    """What the next `steps` of `work` take, all of them when None."""
     start = time.perf_counter()
-    work()
+    for _ in islice(work, steps):
+        pass
+    mx.synchronize()
     return (time.perf_counter() - start) * 1000
 
 
-def language_part(model: VoiceChat, ids: list[int], chunk: int) -> None:
-    """Only the LLM's share of `VoiceChat.prefill`, in chunks of `chunk`."""
-    state = model.language.init_state()
-    for start in range(0, len(ids), chunk):
-        tokens = mx.array([ids[start : start + chunk]])
-        pad = mx.full(tokens.shape, model.config.pad_id)
-        _, state = model.language.step(model.language.fuse(pad, model.language.embed(tokens), pad), state)
-        mx.eval(state.arrays)
+def in_turns(works: dict[str, tuple[Iterator[None], int]]) -> dict[str, float]:
+    """Milliseconds each work takes when all go on in turns; given with each is how many steps it has."""
+    spent = dict.fromkeys(works, 0.0)
+    for turn in range(TURNS):
+        for name, (work, steps) in works.items():
+            spent[name] += milliseconds(work, -(-steps // TURNS) if turn < TURNS - 1 else None)
+    return spent
 
 
 def main() -> None:
@@ -46,39 +72,43 @@ def main() -> None:
     arguments = parser.parse_args()
 
     model = mlx_voicechat.load(arguments.checkpoint, compile=not arguments.no_compile)
-    config, chunk = model.config, engine.PREFILL_CHUNK
+    chunk = engine.PREFILL_CHUNK
     usable = [token for token in range(model.tokenizer.vocab_size) if token > 30]
     ids = [usable[i * 7 % len(usable)] for i in range(arguments.tokens)]
+    count, chunks, runs = len(ids), -(-len(ids) // chunk), TURNS // 2
 
-    def whole(size: int) -> None:
-        engine.PREFILL_CHUNK = size
-        state = model.init_state(model.voice(None), config.tts.guidance_scale)
-        tts = config.tts
-        shapes = (len(tts.pass_counts), tts.mog.num_predictions), (len(tts.pass_counts), tts.latent_size)
-        for _ in model.prefill(ids, state, lambda step: seeded_draws(0, step, *shapes)):
-            pass
-        mx.eval(state.arrays)
-        engine.PREFILL_CHUNK = chunk
-
-    language_part(model, ids[:8], 1)
-    whole(chunk)
+    milliseconds(language_part(model, ids[:8], 1), None)
+    milliseconds(opening(model, ids, chunk), None)
     prompt = model.tokenizer.decode(ids)
     model.session(system_prompt=prompt)
-    times: dict[str, list[float]] = {}
+    rounds: list[dict[str, float]] = []
     for _ in range(arguments.rounds):
-        for name, work in (
-            ("language_stepped", lambda: language_part(model, ids, 1)),
-            ("language_chunked", lambda: language_part(model, ids, chunk)),
-            ("opening_stepped", lambda: whole(1)),
-            ("opening_chunked", lambda: whole(chunk)),
-            ("session_from_snapshot", lambda: model.session(system_prompt=prompt)),
-        ):
-            times.setdefault(name, []).append(milliseconds(work))
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    report = {f"{name}_ms": round(value, 1) for name, value in medians.items()}
-    report["language_ratio"] = round(medians["language_chunked"] / medians["language_stepped"], 3)
-    report["opening_ratio"] = round(medians["opening_chunked"] / medians["opening_stepped"], 3)
-    print(json.dumps({"tokens": len(ids), **report}, indent=2))
+        language = in_turns(
+            {
+                "stepped": (language_part(model, ids, 1), count),
+                "chunked": (language_part(model, ids, chunk, runs), chunks * runs),
+            }
+        )
+        whole = in_turns(
+            {
+                "stepped": (opening(model, ids, 1), 2 * count - 1),
+                "chunked": (opening(model, ids, chunk), chunks + count - 1),
+            }
+        )
+        language["chunked"] /= runs
+        start = time.perf_counter()
+        model.session(system_prompt=prompt)
+        rounds.append(
+            {
+                **{f"language_{name}_ms": value for name, value in language.items()},
+                **{f"opening_{name}_ms": value for name, value in whole.items()},
+                "session_from_snapshot_ms": (time.perf_counter() - start) * 1000,
+                "language_ratio": language["chunked"] / language["stepped"],
+                "opening_ratio": whole["chunked"] / whole["stepped"],
+            }
+        )
+    report = {name: round(statistics.median(each[name] for each in rounds), 3) for name in rounds[0]}
+    print(json.dumps({"tokens": count, "rounds": len(rounds), **report}, indent=2))
 
 
 if __name__ == "__main__":

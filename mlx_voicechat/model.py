@@ -348,16 +348,18 @@ class VoiceChat:
             function_id=pad,
         )
 
-    def prefill(self, ids: Sequence[int], state: State, draws: Callable[[int], Draws]) -> Generator[None, None, None]:
+    def prefill(
+        self, ids: Sequence[int], state: State, draws: Callable[[int], Draws], chunk: int = PREFILL_CHUNK
+    ) -> Generator[None, None, None]:
         """Run the system prompt: its embeddings take the audio slot, both channels stay PAD, nothing is spoken.
 
-        The LLM runs in chunks; the TTS feeds its own codes back and steps position by position, the first excepted.
-        Yields after each of them.
+        The LLM runs in chunks of `chunk` positions; the TTS feeds its own codes back and steps position by position,
+        the first excepted. Yields after each of them.
         """
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            chunk = mx.array([ids[start : start + PREFILL_CHUNK]])
-            pad = mx.full(chunk.shape, self.config.pad_id)
-            fused = self.language.fuse(pad, self.language.embed(chunk), pad)
+        for start in range(0, len(ids), chunk):
+            tokens = mx.array([ids[start : start + chunk]])
+            pad = mx.full(tokens.shape, self.config.pad_id)
+            fused = self.language.fuse(pad, self.language.embed(tokens), pad)
             _, state.language = self.language.step(fused, state.language)
             mx.eval(state.language.arrays)
             yield
