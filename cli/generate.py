@@ -169,11 +169,11 @@ def generate(
     if summary and not profile_json:
         complain(summary)
     _fail_if_cut_short(session, last)
+    remedy = f"give it more silence with --extra-decoding-seconds (now {extra_decoding_seconds:g})."
     if session.speaking:
-        note(
-            "the assistant is still speaking at the end: "
-            f"give it more silence with --extra-decoding-seconds (now {extra_decoding_seconds:g})."
-        )
+        note(f"the assistant is still speaking at the end: {remedy}")
+    elif session.transcript and not session.text and not session.function:
+        note(f"the assistant heard this and did not answer: if it had no time to, {remedy}")
 
 
 def _result(session: Session) -> dict[str, str | int | float]:

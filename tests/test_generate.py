@@ -24,7 +24,7 @@ from mlx_voicechat import AudioFrame, Event, FunctionDelta, TextDelta, Transcrip
 from mlx_voicechat.cli.conversation import cut, silence
 from mlx_voicechat.cli.main import run
 from mlx_voicechat.cli.render import LiveText, Output
-from tests.support.fake_model import FakeModel
+from tests.support.fake_model import SCRIPT, FakeModel
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUESTION = EXAMPLES / "question.wav"
@@ -245,7 +245,14 @@ def test_notes(command: Command, fake: FakeModel, tmp_path: Path) -> None:
     assert printed == "[user] Hello there.\nGood day.\n"
     assert err.count("\n") == 1
     assert "--extra-decoding-seconds (now 1.5)" in err
-    fake.speaking, fake.config.demonstration = False, "a toy that knows eighteen questions"
+    fake.speaking, fake.script = False, {2: ("user", "Hello")}
+    _, printed, err = command()
+    assert printed == "[user] Hello\n"
+    assert err.count("\n") == 1
+    assert "did not answer" in err
+    assert "--extra-decoding-seconds (now 0)" in err
+    fake.script = SCRIPT
+    fake.config.demonstration = "a toy that knows eighteen questions"
     err = command()[2]
     assert err.count("\n") == 1
     assert "a demonstration, a toy that knows eighteen questions" in err
