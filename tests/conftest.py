@@ -1,5 +1,6 @@
 """Fixtures of the page's tests: a headless Chromium that hears a question, and a tab in it that is watched."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,6 +14,9 @@ from tests.support.page_checks import tap
 
 QUESTION = Path(__file__).parents[1] / "examples" / "question.wav"
 MISSING = "Failed to load worklet module"  # the browser's own note, as those of its network, of a server that is gone
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job, whose children would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
