@@ -1,4 +1,4 @@
-"""Fixtures of the page's tests: a headless Chromium that hears a question, and a tab in it that is watched."""
+"""Ctrl-C for all tests; for the page's, a headless Chromium that hears a question, and a tab that is watched."""
 
 import signal
 from collections.abc import Iterator

@@ -589,7 +589,6 @@ def test_ctrl_c_keeps_what_was_spoken(tmp_path: Path) -> None:
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore it
     )
     assert child.stdout
     assert child.stdout.read(6) == b"[user]"  # it is at work

@@ -149,7 +149,6 @@ def test_ctrl_c_while_the_model_loads(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout
     assert process.stdout.readline() == "loading\n"
