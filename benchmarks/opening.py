@@ -13,39 +13,26 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 import mlx.core as mx
 
 import mlx_voicechat
-from mlx_voicechat import model as engine
-from mlx_voicechat.model import VoiceChat
+from mlx_voicechat.model import PREFILL_CHUNK, VoiceChat
 from mlx_voicechat.session import seeded_draws
 
 TURNS = 16  # of either side in a round
 
 
-def language_part(model: VoiceChat, ids: list[int], chunk: int, times: int = 1) -> Iterator[None]:
-    """Only the LLM's share of `VoiceChat.prefill`, in chunks of `chunk`, `times` over."""
-    for _ in range(times):
-        state = model.language.init_state()
-        for start in range(0, len(ids), chunk):
-            tokens = mx.array([ids[start : start + chunk]])
-            pad = mx.full(tokens.shape, model.config.pad_id)
-            _, state = model.language.step(model.language.fuse(pad, model.language.embed(tokens), pad), state)
-            mx.eval(state.arrays)
-            yield
-
-
 def opening(model: VoiceChat, ids: list[int], chunk: int) -> Iterator[None]:
-    """A whole opening whose LLM runs in chunks of `chunk`."""
+    """The steps of an opening: one for each chunk of the LLM's, then one for each of the TTS's."""
     tts = model.config.tts
     state = model.init_state(model.voice(None), tts.guidance_scale)
     shapes = (len(tts.pass_counts), tts.mog.num_predictions), (len(tts.pass_counts), tts.latent_size)
-    yield from model.prefill(ids, state, lambda step: seeded_draws(0, step, *shapes), chunk)
+    return model.prefill(ids, state, lambda step: seeded_draws(0, step, *shapes), chunk)
 
 
-def milliseconds(work: Iterator[None], steps: int | None) -> float:
+def milliseconds(work: Iterator[None], steps: int | None = None) -> float:
     """What the next `steps` of `work` take, all of them when None."""
     start = time.perf_counter()
     for _ in islice(work, steps):
@@ -72,37 +59,35 @@ def main() -> None:
     arguments = parser.parse_args()
 
     model = mlx_voicechat.load(arguments.checkpoint, compile=not arguments.no_compile)
-    chunk = engine.PREFILL_CHUNK
     usable = [token for token in range(model.tokenizer.vocab_size) if token > 30]
     ids = [usable[i * 7 % len(usable)] for i in range(arguments.tokens)]
-    count, chunks, runs = len(ids), -(-len(ids) // chunk), TURNS // 2
-
-    milliseconds(language_part(model, ids[:8], 1), None)
-    milliseconds(opening(model, ids, chunk), None)
+    count, chunks, runs = len(ids), -(-len(ids) // PREFILL_CHUNK), TURNS // 2
     prompt = model.tokenizer.decode(ids)
-    model.session(system_prompt=prompt)
+
+    milliseconds(opening(model, ids[:8], 1))
+    milliseconds(opening(model, ids, PREFILL_CHUNK))
+    milliseconds(model.opening(system_prompt=prompt))
     rounds: list[dict[str, float]] = []
     for _ in range(arguments.rounds):
+        chunked = [islice(opening(model, ids, PREFILL_CHUNK), chunks) for _ in range(runs)]
         language = in_turns(
             {
-                "stepped": (language_part(model, ids, 1), count),
-                "chunked": (language_part(model, ids, chunk, runs), chunks * runs),
+                "stepped": (islice(opening(model, ids, 1), count), count),
+                "chunked": (chain.from_iterable(chunked), chunks * runs),
             }
         )
         whole = in_turns(
             {
                 "stepped": (opening(model, ids, 1), 2 * count - 1),
-                "chunked": (opening(model, ids, chunk), chunks + count - 1),
+                "chunked": (opening(model, ids, PREFILL_CHUNK), chunks + count - 1),
             }
         )
         language["chunked"] /= runs
-        start = time.perf_counter()
-        model.session(system_prompt=prompt)
         rounds.append(
             {
                 **{f"language_{name}_ms": value for name, value in language.items()},
                 **{f"opening_{name}_ms": value for name, value in whole.items()},
-                "session_from_snapshot_ms": (time.perf_counter() - start) * 1000,
+                "session_from_snapshot_ms": milliseconds(model.opening(system_prompt=prompt)),
                 "language_ratio": language["chunked"] / language["stepped"],
                 "opening_ratio": whole["chunked"] / whole["stepped"],
             }
