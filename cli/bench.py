@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from typer import Option
 
-from .conversation import Interrupt
-from .generate import INTERRUPTED
+from .conversation import INTERRUPTED, Interrupt
 from .options import DEFAULT_MODEL, KeyValueCache, ModelArgument, SpeechWeights
 from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from mlx_voicechat import Event, Session
 
+INTERRUPTED = 130  # exit code of a program ended by Ctrl-C
+
 
 class Interrupt:
     """Ctrl-C as a flag that is read between frames; pressed again it does at once what it did before."""

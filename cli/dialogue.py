@@ -13,7 +13,7 @@ import typer
 
 from mlx_voicechat.errors import ServerError
 
-from .generate import INTERRUPTED
+from .conversation import INTERRUPTED
 from .render import note
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typer import Argument, Option
 
 from mlx_voicechat.errors import InputError, LimitError
 
-from .conversation import Interrupt, converse, cut, silence
+from .conversation import INTERRUPTED, Interrupt, converse, cut, silence
 from .loading import open_model
 from .options import (
     DEFAULT_MODEL,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from mlx_voicechat import Event, Session
 
 COMPILE_WORTH_SECONDS = 120.0  # on a CPU the first compilation takes tens of seconds, a frame then 0.6 of the time
-INTERRUPTED = 130  # exit code of a program ended by Ctrl-C
 
 
 def _no_argument(value: str | None) -> None:

@@ -104,6 +104,7 @@ class Live(Dialogue):
 
     async def _send(self, wire: Wire) -> None:
         left = None if self._duration is None else round(self._duration * wire.input_rate_hz)
+        self._last_sample = asyncio.get_running_loop().time()
         while True:
             await asyncio.sleep(POLL_SECONDS)
             ending = self._stopping or self._silent_for_good()
@@ -162,10 +163,10 @@ class Live(Dialogue):
 
     def _silent_for_good(self) -> bool:
         """Whether the microphone has stopped: unplugged, say."""
-        clock = asyncio.get_running_loop().time()
-        if self._capture.waiting_seconds or not hasattr(self, "_last_sample"):
-            self._last_sample = clock
-        if self._streams[1].active and clock - self._last_sample < STOPPED_SECONDS:
+        now = asyncio.get_running_loop().time()
+        if self._capture.waiting_seconds:
+            self._last_sample = now
+        if self._streams[1].active and now - self._last_sample < STOPPED_SECONDS:
             return False
         name = self._microphone.name
         self._stopped = DeviceError(f"The microphone {name} has stopped.", "Was it unplugged, or taken by another?")

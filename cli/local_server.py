@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from .conversation import INTERRUPTED
 from .main import Ended, report
 from .render import note
 from .serve import NOISY, SWITCH_SECONDS
@@ -81,7 +82,7 @@ def _end_process(fault: BaseException | None) -> None:
     elif isinstance(fault, Exception):
         code = report(fault)
     elif fault is not None:
-        code = fault.args[0] if isinstance(fault, Ended) else 130
+        code = fault.args[0] if isinstance(fault, Ended) else INTERRUPTED
         note("ended while the model was at work.")
     sys.stdout.flush()
     os._exit(code)

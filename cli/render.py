@@ -32,11 +32,11 @@ def complain(text: str) -> None:
         abandon(sys.stderr)
 
 
-def progress_bar(**shown: Any) -> Any:
-    """A bar of `tqdm`'s, on a terminal only, that goes when its block ends."""
+def progress_bar(leave: bool = False, **shown: Any) -> Any:
+    """A bar of `tqdm`'s, on a terminal only, that goes when its block ends, unless `leave`."""
     from tqdm import tqdm
 
-    return tqdm(file=sys.stderr, disable=None, dynamic_ncols=True, leave=False, **shown)
+    return tqdm(file=sys.stderr, disable=None, dynamic_ncols=True, leave=leave, **shown)
 
 
 def abandon(stream: TextIO) -> None:
@@ -141,10 +141,7 @@ class Progress:
         self._started = time.perf_counter()
         self._bar: Any = None
         if sys.stderr.isatty() and not (live and sys.stdout.isatty()):
-            from tqdm import tqdm
-
-            frames = math.ceil(total_seconds / frame_seconds)
-            self._bar = tqdm(total=frames, unit=" frames", file=sys.stderr, dynamic_ncols=True)
+            self._bar = progress_bar(leave=True, total=math.ceil(total_seconds / frame_seconds), unit=" frames")
 
     def __enter__(self) -> Progress:
         return self
