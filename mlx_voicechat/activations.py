@@ -9,11 +9,23 @@ from __future__ import annotations
 import math
 
 import mlx.core as mx
+import numpy as np
+
+from .linear import numpy_is_faster
 
 
 def silu(x: mx.array) -> mx.array:
     """`x sigmoid(x)`; on a CPU MLX's own sigmoid takes twice as long as its exponential."""
     return x / (1 + mx.exp(-x))
+
+
+def silu_of_rows(x: mx.array) -> mx.array:
+    """`silu` of many rows, float32, outside compiled functions; evaluated, in a fifth of the time, where numpy does it."""
+    if not numpy_is_faster():
+        return silu(x)
+    rows = np.asarray(x)
+    with np.errstate(over="ignore"):  # 1 / infinity is the 0 that is meant
+        return mx.array(rows / (1 + np.exp(-rows)))
 
 
 def relu(x: mx.array) -> mx.array:

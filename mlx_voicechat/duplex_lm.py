@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
-from .activations import relu, silu
+from .activations import relu, silu, silu_of_rows
 from .cache import BLOCK, KvCache
 from .config import LlmConfig
 from .linear import Linear, add_product, numpy_products, prepare_linears
@@ -96,11 +96,11 @@ class MambaMixer(nn.Module):
         mixed = self._conv_bias
         for tap, rows in zip(self._taps, window, strict=True):
             mixed = mixed + tap * rows
-        value, key, query = mx.split(silu(mixed), [inner, inner + size], axis=-1)
-        scan = _scan_one if channels.shape[1] == 1 else _scan_many
+        scan, activate = (_scan_one, silu) if channels.shape[1] == 1 else (_scan_many, silu_of_rows)
+        value, key, query = mx.split(activate(mixed), [inner, inner + size], axis=-1)
         read, ssm = scan(value, key, query, *self._time_steps(dt), state.ssm, c.n_groups)
         gate, value = gate.astype(mx.float32).reshape(read.shape), value.reshape(read.shape)
-        out = (read + self._skip * value) * silu(gate)
+        out = (read + self._skip * value) * activate(gate)
         out = mx.fast.rms_norm(out, None, c.norm_eps) * self._gain
         return out.reshape(*x.shape[:-1], inner).astype(x.dtype), MambaState(conv, ssm)
 

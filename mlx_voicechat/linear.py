@@ -47,14 +47,18 @@ def prepare_linears(module: nn.Module) -> None:
             layer.prepare()
 
 
+def numpy_is_faster() -> bool:
+    """Whether numpy is, with large arrays: on Linux on a CPU, where MLX has the reference BLAS and scalar exponentials."""
+    return sys.platform != "darwin" and mx.default_device().type == mx.cpu
+
+
 @contextlib.contextmanager
 def numpy_products(module: nn.Module, threads: int | None = None) -> Iterator[None]:
-    """Meanwhile numpy multiplies for the float32 linear layers of `module`, where MLX itself is slow at many rows.
+    """Meanwhile numpy multiplies for the float32 linear layers of `module`, for many rows, where `numpy_is_faster`.
 
-    That is on Linux on a CPU, where MLX comes with the reference BLAS; elsewhere nothing changes. `threads` is the most
-    that numpy takes, None as many as it likes.
+    `threads` is the most that numpy takes, None as many as it likes.
     """
-    if sys.platform == "darwin" or mx.default_device().type != mx.cpu:
+    if not numpy_is_faster():
         yield
         return
     named = [(path, layer) for path, layer in module.named_modules() if isinstance(layer, nn.Linear)]

@@ -9,7 +9,7 @@ import numpy as np
 from support.checkpoints import GOLDEN
 
 import mlx_voicechat
-from mlx_voicechat.activations import gated_gelu, gelu, relu, silu
+from mlx_voicechat.activations import gated_gelu, gelu, relu, silu, silu_of_rows
 
 X = mx.array(np.concatenate([np.linspace(-12, 12, 4801), [0.0, -0.0, 1e-30, 90.0, -90.0]]).astype(np.float32))
 
@@ -18,6 +18,7 @@ def test_values_are_the_librarys() -> None:
     up = mx.cos(X)
     for own, library in (
         (silu(X), nn.silu(X)),
+        (silu_of_rows(X), nn.silu(X)),
         (relu(X), nn.relu(X)),
         (gelu(X), nn.gelu(X)),
         (gated_gelu(X, up), nn.gelu_approx(X) * up),
