@@ -48,7 +48,7 @@ def prepare_linears(module: nn.Module) -> None:
 
 
 def numpy_is_faster() -> bool:
-    """Whether numpy is, with large arrays: on Linux on a CPU, where MLX has the reference BLAS and scalar exponentials."""
+    """Whether large arrays are: on Linux on a CPU, where MLX has the reference BLAS and scalar exponentials."""
     return sys.platform != "darwin" and mx.default_device().type == mx.cpu
 
 
