@@ -28,7 +28,7 @@ from .events import (
 )
 from .gauges.profile import Profile
 from .model import NO_FORCE, Draws, Frame, Heard
-from .sound.recordings import MAX_AMPLITUDE
+from .sound.pcm import MAX_AMPLITUDE
 from .text import IncrementalDecoder, TranscriptText
 
 if TYPE_CHECKING:

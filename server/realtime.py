@@ -21,7 +21,7 @@ import numpy as np
 from starlette.websockets import WebSocket
 
 from mlx_voicechat.events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
-from mlx_voicechat.sound.recordings import pcm16
+from mlx_voicechat.sound.pcm import pcm16
 
 from . import messages
 from .connection import NORMAL, Connection, Error, Patience
