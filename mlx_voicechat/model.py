@@ -18,11 +18,12 @@ import numpy as np
 from .config import ModelConfig, read_config
 from .errors import InputError
 from .gauges import memory
-from .networks.codec import Codec, CodecState, replace_control_codes
-from .networks.conformer import Perception, PerceptionState
-from .networks.duplex_lm import DuplexLm, LlmState
-from .networks.ear_tts import EarTts, TtsState
-from .networks.rnnt import GreedyDecoder, Joint, PredictionNet, RnntState
+from .networks.codec import CodecState, replace_control_codes
+from .networks.conformer import PerceptionState
+from .networks.duplex_lm import LlmState
+from .networks.ear_tts import TtsState
+from .networks.rnnt import GreedyDecoder, RnntState
+from .networks.tree import Networks
 from .text import Tokenizer, character_table
 from .weights import checkpoint, text_table
 from .weights.precision import Choice, Plan, check_choice
@@ -114,42 +115,6 @@ class Answer:
     codes: np.ndarray
     samples: np.ndarray
     rate_hz: int
-
-
-class ListeningLm(DuplexLm):
-    """`stt_model`: the checkpoint nests the listening networks beside the language model's parts."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        boosts = {config.pad_id: config.pad_boost, config.bos_id: config.bos_boost, config.eos_id: config.eos_boost}
-        super().__init__(
-            config.llm,
-            text_weight=config.text_weight,
-            user_weight=config.user_weight,
-            function_weight=config.function_weight,
-            boosts=boosts,
-        )
-        self.perception = Perception(config.mel, config.encoder)
-        self.rnnt_decoder = PredictionNet(config.rnnt)
-        self.rnnt_joint = Joint(config.rnnt)
-
-
-class Speech(nn.Module):
-    """`tts_model`: the speech generator, its codec, and the codes of silence."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.tts_model = EarTts(config.tts, config.llm.vocab_size)
-        self.audio_codec = Codec(config.codec, encoder=False)
-        self.codec_silence_tokens = mx.zeros((config.codec.num_quantizers,), mx.int32)
-
-
-class Networks(nn.Module):
-    """The module tree whose paths are the checkpoint's names."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.stt_model = ListeningLm(config)
-        self.tts_model = Speech(config)
 
 
 class VoiceChat:
