@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.gauges import memory
-from mlx_voicechat.gauges.memory import KNOWN, NETWORKS, WIDTHS, Announced, network
+from mlx_voicechat.gauges.memory import WIDTHS, Announced
+from mlx_voicechat.weights.layout import NETWORKS, network
 from mlx_voicechat.weights.shards import Stored
 
 OTHER = "other"  # tensors of no network
@@ -44,7 +45,7 @@ def composition(
     """By network and by precision (`f32`, `bf16`, `4-bit`, `mxfp4` ...), in the order of NETWORKS."""
     found: dict[str, dict[str, Part]] = {name: {} for name in (*NETWORKS, OTHER)}
     for name, tensor in stored.items():
-        place = found[network(name) if name.startswith(KNOWN) else OTHER]
+        place = found[network(name) or OTHER]
         precision, part = _part(name, tensor, quantization)
         place[precision] = place.get(precision, Part(0, 0)) + part
     return {name: dict(sorted(parts.items())) for name, parts in found.items() if parts}
@@ -71,12 +72,12 @@ def longest(config: ModelConfig, stored: Mapping[str, Stored], announced: Announ
 
     `announced`: of this checkpoint, with a conversation of any length.
     """
-    width = memory.llm_width(stored)
+    states = memory.States(config, stored)
     room = available_bytes - announced.loaded - announced.opening
     low, high = 0, LONGEST_FRAMES
     while low < high:  # the most frames that fit
         middle = (low + high + 1) // 2
-        if sum(memory.session(config, width, middle).values()) <= room:
+        if sum(states.session(middle).values()) <= room:
             low = middle
         else:
             high = middle - 1

@@ -123,7 +123,7 @@ def _original(folder: Path) -> dict[str, Any]:
 
 def _stored(folder: Path, stored: Mapping[str, Stored], quantised: Mapping[str, Any]) -> dict[str, Any]:
     """What the files hold."""
-    from mlx_voicechat.weights import checkpoint
+    from mlx_voicechat.weights import layout
     from mlx_voicechat.weights.shards import files
 
     from . import composition
@@ -137,7 +137,7 @@ def _stored(folder: Path, stored: Mapping[str, Stored], quantised: Mapping[str, 
         "networks": {
             name: {precision: part._asdict() for precision, part in parts.items()} for name, parts in networks.items()
         },
-        "voices": sorted(n.removeprefix(checkpoint.VOICE_PREFIX) for n in stored if checkpoint.VOICE_PREFIX in n),
+        "voices": layout.voices(stored),
     }
 
 

@@ -8,11 +8,11 @@ import math
 from mlx_voicechat import assets
 from mlx_voicechat.config import ModelConfig, parse_config
 from mlx_voicechat.gauges import memory
-from mlx_voicechat.weights import inventory
+from mlx_voicechat.weights import layout
 from mlx_voicechat.weights.hub_cache import DOWNLOAD_BYTES
 from mlx_voicechat.weights.precision import LONG_SECONDS
 from mlx_voicechat.weights.shards import Stored
-from mlx_voicechat.weights.synthetic import GROUP_SIZE, QUANTISED
+from mlx_voicechat.weights.synthetic import GROUP_SIZE
 
 
 def needs() -> dict[str, tuple[int, int]]:
@@ -33,9 +33,9 @@ def needs() -> dict[str, tuple[int, int]]:
 def headers(config: ModelConfig, bits: int | None) -> dict[str, Stored]:
     """What the files' headers would say: bfloat16, the LLM's matrices in `bits`."""
     found = {}
-    for name, shape in inventory.tensors(config).items():
-        if bits is None or not QUANTISED.search(name):
-            found[name] = Stored("", shape, "I32" if inventory.is_integer(name) else "BF16")
+    for name, shape in layout.shapes(config).items():
+        if bits is None or not layout.LANGUAGE_MATRIX.search(name):
+            found[name] = Stored("", shape, "I32" if layout.is_integer(name) else "BF16")
             continue
         rows, inputs = shape
         found[name] = Stored("", (rows, inputs * bits // 32), "U32")

@@ -16,7 +16,7 @@ import numpy as np
 from mlx_voicechat.config import ModelConfig, is_original, parse_config, read_json
 from mlx_voicechat.errors import CheckpointError, HubError, InputError
 from mlx_voicechat.text import Tokenizer
-from mlx_voicechat.weights import checkpoint, hub, inventory, layout
+from mlx_voicechat.weights import checkpoint, hub, layout
 from mlx_voicechat.weights.hub_cache import COMMIT
 from mlx_voicechat.weights.shards import files, places, some_of
 
@@ -259,7 +259,7 @@ def _translate(
     ids = {token: words.backend.token_to_id(token) for token in SPECIAL_TOKENS.values()}
     if absent := [token for token, number in ids.items() if number is None]:
         raise CheckpointError(f"{beside}: the tokenizer has no {', '.join(absent)}.", "Name the base LLM's tokenizer.")
-    characters = stored.get("tts_model.tts_model.embed_subword.embed_tokens.weight")
+    characters = stored.get(layout.CHARACTERS)
     base = read_json(beside)
     base = base.get("text_config", base)  # of a runtime config, when the tokenizer is another checkpoint's
     rows = characters.shape[0] if characters and characters.shape else 0
@@ -276,9 +276,8 @@ def tensors(stored: Mapping[str, Stored], config: ModelConfig, kind: Layout, fol
     quantisation = {name: _settings(name, entry) for name, entry in config.quantization.items()}
     found: dict[str, Tensor] = {}
     wrong: list[str] = []
-    prefix = checkpoint.VOICE_PREFIX
-    voices = sorted(name.removeprefix(prefix) for name in stored if name.startswith(prefix))
-    expected = {n: s for n, s in inventory.tensors(config, voices or None).items() if not layout.is_unused(n)}
+    voices = layout.voices(stored)
+    expected = {n: s for n, s in layout.shapes(config, voices or None).items() if not layout.is_unused(n)}
     names = {name for name in stored if not layout.is_unused(name)}
     for name in sorted(names):
         module, _, part = name.rpartition(".")

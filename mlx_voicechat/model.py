@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from .config import ModelConfig, read_config
@@ -148,9 +147,9 @@ class VoiceChat:
         config, silence = self.config, self.speech.codec_silence_tokens
         self.perception.prepare()
         self.language.prepare()
+        self.tts.prepare(silence, config.pad_id, config.eos_id)
         characters = character_table(self.tokenizer)
-        text_rows = text_table.kept(self.tts, config.tts.characters, characters, folder, say)
-        self.tts.prepare(characters, silence, config.pad_id, config.eos_id, text_rows)
+        self.tts.use_text_rows(text_table.kept(self.tts, config.tts.characters, characters, folder, say))
         self.codec.prepare()
         self._silence = silence[None]
         self._hear, self._decode = self.perception.step, self.codec.step

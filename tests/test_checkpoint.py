@@ -18,8 +18,8 @@ from support.checkpoints import GOLDEN, copy_of, edit_json, rewrite, tensors_of
 from mlx_voicechat import assets
 from mlx_voicechat.config import ModelConfig, parse_config, read_config
 from mlx_voicechat.errors import CheckpointError, InputError, VoiceChatError
-from mlx_voicechat.model import Networks
-from mlx_voicechat.weights import checkpoint, hub, inventory, layout
+from mlx_voicechat.networks.tree import Networks
+from mlx_voicechat.weights import checkpoint, hub, layout
 from mlx_voicechat.weights.shards import verify
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -190,7 +190,7 @@ def test_every_parameter_holds_what_its_tensors_hold() -> None:
     stored = tensors_of(GOLDEN / "tiny-f32")
     flat: Any = tree_flatten(networks.parameters())
     for path, array in flat:
-        parts = [layout.to_mlx_layout(name, stored[name]) for name in checkpoint.tensor_names(path)]
+        parts = [layout.to_mlx_layout(name, stored[name]) for name in layout.stored_names(path)]
         whole = parts[0] + parts[1] if ".lstm." in path and path.endswith("bias") else mx.concatenate(
             [part.reshape(part.shape or (1,)) for part in parts]
         ).reshape(array.shape)  # fmt: skip
@@ -286,11 +286,11 @@ LSTM = "stt_model.rnnt_decoder.prediction.dec_rnn.lstm."
 
 def test_names_of_stored_tensors() -> None:
     config = parse_config(json.loads((assets.CONFIGS / "random.json").read_text(encoding="utf-8")))
-    shapes = inventory.tensors(config)
+    shapes = layout.shapes(config)
     paths = layout.assemble({name: mx.zeros(shape) for name, shape in shapes.items()}, torch_layout=True)
-    stored = [name for path in paths for name in checkpoint.tensor_names(path)]
+    stored = [name for path in paths for name in layout.stored_names(path)]
     assert sorted(stored) == sorted(name for name in shapes if not layout.is_unused(name))
-    assert checkpoint.tensor_names(f"{LSTM}layers.1.bias") == [f"{LSTM}bias_ih_l1", f"{LSTM}bias_hh_l1"]
+    assert layout.stored_names(f"{LSTM}layers.1.bias") == [f"{LSTM}bias_ih_l1", f"{LSTM}bias_hh_l1"]
 
 
 @pytest.mark.parametrize(

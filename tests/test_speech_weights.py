@@ -20,8 +20,8 @@ from mlx_voicechat import AudioFrame, assets
 from mlx_voicechat.config import ModelConfig, parse_config, read_config
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.gauges import memory
-from mlx_voicechat.model import Networks
-from mlx_voicechat.weights import checkpoint, inventory
+from mlx_voicechat.networks.tree import Networks
+from mlx_voicechat.weights import checkpoint, layout
 from mlx_voicechat.weights.precision import Plan, fits, held_bytes, plan
 from mlx_voicechat.weights.shards import Stored, verify
 
@@ -39,7 +39,7 @@ def networks(folder: Path, requantise: Plan) -> dict[str, nn.Module]:
 
 
 def names(module: str) -> list[str]:
-    return checkpoint.tensor_names(f"{module}.weight")
+    return layout.stored_names(f"{module}.weight")
 
 
 def stored(shape: tuple[int, ...], dtype: str = "BF16") -> Stored:
@@ -84,7 +84,7 @@ def test_eight_bits_take_the_linear_layers_of_encoder_backbone_and_head() -> Non
 def test_the_released_model() -> None:
     """Groups of 64 throughout; what stays float32 of its large tensors is named here, and what the table is made of."""
     config = parse_config(json.loads((assets.CONFIGS / "full.json").read_text(encoding="utf-8")))
-    shapes = inventory.tensors(config)
+    shapes = layout.shapes(config)
     chosen = plan({name: stored(shape) for name, shape in shapes.items()}, "q8")
     assert {entry["group_size"] for entry in chosen.values()} == {64}
     left = {name for name, shape in shapes.items() if np.prod(shape) > 60_000 and name not in chosen}
@@ -176,7 +176,7 @@ def test_announced_bytes_are_those_held(name: str, choice: str) -> None:
     tree = Networks(config := read_config(folder))
     checkpoint.build(tree, parameters := checkpoint.load_parameters(folder, config), config, chosen)
     flat: Any = tree_flatten(tree.parameters())
-    voices = sum(parameters[checkpoint.VOICE_PREFIX + v].nbytes for v in checkpoint.voice_names(parameters))
+    voices = sum(parameters[layout.VOICE_PREFIX + v].nbytes for v in checkpoint.voice_names(parameters))
     total = sum(array.nbytes for _, array in flat) + voices
     assert sum(memory.held(path, headers[path], chosen) for path in headers) == total
 

@@ -6,7 +6,6 @@ import gc
 import os
 import platform
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import psutil
 from mlx.utils import tree_flatten
 
 from ..config import ModelConfig, read_config
@@ -215,11 +215,7 @@ def describe_machine(compiled: bool) -> dict[str, Any]:
 
 def resident() -> int:
     """Bytes of physical memory that this process holds now."""
-    if sys.platform == "darwin":
-        command = ["/bin/ps", "-o", "rss=", "-p", str(os.getpid())]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1024
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident() -> int:
@@ -294,6 +290,4 @@ def _notes(counted: Counted) -> list[str]:
     notes = ["floor: weights and caches once for each time they are used, at the bandwidth given; no activations"]
     if counted.symbols:
         notes.append(f"no frame tried was without transcript symbols; the one counted has {counted.symbols}")
-    if not counted.count.complete:
-        notes.append("reads by numpy cannot be watched with this Python: there may be more evaluations")
     return notes

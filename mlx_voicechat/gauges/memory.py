@@ -7,43 +7,36 @@ what a conversation of a stated length keeps.
 from __future__ import annotations
 
 import math
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..config import GLOBAL_LAYER_PERIOD, ModelConfig
+import mlx.core as mx
+import psutil
+from mlx.utils import tree_flatten
+
+from ..config import ModelConfig
 from ..errors import InputError
-from ..networks.cache import BLOCK
-from ..weights import inventory, layout
-from ..weights.checkpoint import FLOAT32
+from ..networks.duplex_lm import LlmState
+from ..networks.ear_tts import TtsState
+from ..networks.rnnt import GreedyDecoder
+from ..networks.tree import Networks
+from ..weights import layout
 from ..weights.precision import LONG_SECONDS, Plan, fits, held_bytes, plan
 from ..weights.shards import Stored
 
-NETWORKS = ("perception", "rnnt", "language", "tts", "codec")
-PREFIXES = (  # first match; the networks nest in the checkpoint's names
-    ("stt_model.perception.", "perception"),
-    ("stt_model.rnnt_", "rnnt"),
-    ("stt_model.", "language"),
-    ("tts_model.audio_codec.", "codec"),
-    ("tts_model.", "tts"),
-)
-KNOWN = ("stt_model.", "tts_model.")
 WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 NARROWED = ("F64", "I64", "U64")  # held in 4 bytes
 FLOATING = ("F32", "F16", "BF16")
-SECOND_BIAS = re.compile(r"\.lstm\.bias_hh_l\d+$")  # added to the first when loaded
 FLOAT = 4  # bytes of what computes in float32: constants and state
 PUBLISHED = "mlx-community/NemotronLabs-VoiceChat-11B-{bits}bit"
 PUBLISHED_BITS, GROUP_SIZE, GROUP_BYTES = (8, 4), 64, 4  # a bfloat16 scale and bias per group
 SHORT_SECONDS = 60  # of conversation, for the check at load
 AS_STORED: Plan = MappingProxyType({})  # no layer is quantised at load
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -99,18 +92,18 @@ def announce(
     `requantise`: the layers that loading quantises, as in `model.load` (`speech_plan`). `tts_cache_bytes`: of a number
     in the TTS's attention caches.
     """
-    weights = dict.fromkeys(NETWORKS, 0)
+    weights = dict.fromkeys(layout.NETWORKS, 0)
     for name, tensor in stored.items():
-        if name.startswith(KNOWN):  # others are a fault that loading reports
-            weights[network(name)] += held(name, tensor, requantise)
-    width = llm_width(stored)
-    opening = session(config, width, 0, prompt_tokens, tts_cache_bytes)
+        if (network := layout.network(name)) is not None:  # others are a fault that loading reports
+            weights[network] += held(name, tensor, requantise)
+    states = States(config, stored, tts_cache_bytes)
+    opening = states.session(0, prompt_tokens)
     return Announced(
         weights=weights,
         text_table=config.llm.vocab_size * config.tts.hidden_size * FLOAT,
         constants=constants(config),
         opening=sum(opening.values()),
-        session=session(config, width, frames, prompt_tokens, tts_cache_bytes),
+        session=states.session(frames, prompt_tokens),
         frames=frames,
     )
 
@@ -124,26 +117,15 @@ def speech_plan(
     return plan(stored, choice, fits(needed, machine().total))
 
 
-def network(name: str) -> str:
-    """Which of NETWORKS a tensor belongs to; voices and the codes of silence are the TTS's."""
-    return next(found for prefix, found in PREFIXES if name.startswith(prefix))
-
-
 def held(name: str, tensor: Stored, requantise: Plan = AS_STORED) -> int:
     """Bytes that a tensor takes once it is loaded: 0 if no conversation needs it (see `checkpoint.settle`)."""
-    voice = ".audio_prompt_latents." in name
-    if layout.is_unused(name) or SECOND_BIAS.search(name) or (layout.OPTIONAL.search(name) and not voice):
+    left_out = layout.OPTIONAL.search(name) and not name.startswith(layout.VOICE_PREFIX)
+    if left_out or layout.is_unused(name) or layout.is_added(name):
         return 0
     if name in requantise:
         return held_bytes(tensor, requantise[name])
-    narrow = tensor.dtype in NARROWED or (tensor.dtype in FLOATING and FLOAT32.search(name))
+    narrow = tensor.dtype in NARROWED or (tensor.dtype in FLOATING and layout.FLOAT32.search(name))
     return math.prod(tensor.shape) * (4 if narrow else WIDTHS.get(tensor.dtype, 1))
-
-
-def llm_width(stored: Mapping[str, Stored]) -> int:
-    """Bytes of a number in the LLM's own type, in which its attention caches are."""
-    norm = stored.get("stt_model.llm.norm_f.weight")
-    return WIDTHS.get(norm.dtype, 2) if norm else 2
 
 
 def constants(config: ModelConfig) -> int:
@@ -160,63 +142,57 @@ def constants(config: ModelConfig) -> int:
     return FLOAT * (perception + llm.pattern.count("M") * language + speech + taps)
 
 
-def session(
-    config: ModelConfig, llm_bytes: int, frames: int, prompt_tokens: int = 0, tts_cache_bytes: int = FLOAT
-) -> dict[str, int]:
-    """What one conversation keeps after so many frames, by network. Views count with the buffer that they keep."""
-    rnnt = config.rnnt
-    return {
-        "perception": FLOAT * _perception_state(config),
-        "rnnt": FLOAT * (rnnt.joint_hidden + 2 * rnnt.pred_layers * rnnt.pred_hidden),
-        "language": _language_state(config, llm_bytes, prompt_tokens + frames),
-        "tts": tts_cache_bytes * _tts_caches(config, config.tts.prompt_frames + max(0, prompt_tokens + frames - 1)),
-        "codec": FLOAT * _codec_state(config),
-    }
+class States:
+    """What a conversation keeps, asked of the networks: their states, built lazily, so that nothing is allocated."""
+
+    def __init__(self, config: ModelConfig, stored: Mapping[str, Stored], tts_cache_bytes: int = FLOAT) -> None:
+        self.config = config
+        tree = Networks(config)
+        self.language, self.tts, self.codec = tree.stt_model, tree.tts_model.tts_model, tree.tts_model.audio_codec
+        self.rnnt = GreedyDecoder(self.language.rnnt_decoder, self.language.rnnt_joint, config.rnnt)
+        norm, entry = self.language.llm.norm_f, stored.get(layout.FINAL_NORM)
+        narrow = entry is None or WIDTHS.get(entry.dtype, 2) == 2
+        norm.weight = norm.weight.astype(mx.bfloat16 if narrow else mx.float32)
+        self.tts.cache_dtype = mx.bfloat16 if tts_cache_bytes < FLOAT else None
+
+    def session(self, frames: int, prompt_tokens: int = 0) -> dict[str, int]:
+        """Bytes after so many frames, by network; a view that keeps a larger buffer alive counts as itself."""
+        return {
+            "perception": _bytes(self.language.perception.init_state()),
+            "rnnt": _bytes(self.rnnt.init_state()),
+            "language": _bytes(self.language_state(prompt_tokens + frames).arrays),
+            "tts": _bytes(self.tts_state(max(0, prompt_tokens + frames - 1)).arrays),
+            "codec": _bytes(self.codec.init_state()),
+        }
+
+    def language_state(self, positions: int) -> LlmState:
+        """With room for so many positions."""
+        state = self.language.init_state()
+        self.language.reserve(state, positions)
+        return state
+
+    def tts_state(self, positions: int) -> TtsState:
+        """With room for so many positions after the voice prompt."""
+        state = self.tts.init_state()
+        self.tts.reserve(state, self.config.tts.prompt_frames + positions)
+        return state
 
 
-def cache_positions(positions: int, phase: int = 0, window: int | None = None) -> int:
-    """Positions that a `KvCache` has room for once it holds `positions`."""
-    if positions == 0:
-        return 0
-    phase %= BLOCK
-    room = -(-(positions + phase) // BLOCK) * BLOCK - phase
-    return room if window is None else min(room, window)
-
-
-def is_global(layer: int) -> bool:
-    """Whether a layer of the TTS attends to everything rather than to a window."""
-    return (layer + 1) % GLOBAL_LAYER_PERIOD == 0
-
-
-def guidance_rows(config: ModelConfig) -> int:
-    """Rows that the TTS runs for one conversation."""
-    return 1 if config.tts.guidance_scale == 0 else 2
+def _bytes(tree: Any) -> int:
+    flat: Any = tree_flatten(tree, destination={})
+    return sum(array.nbytes for array in flat.values())
 
 
 def machine() -> Machine:
-    """What this machine has: MemAvailable on Linux (a container's limit respected), free and
-    inactive pages on macOS, where no more than the GPU's working set counts."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
+    """What this machine has: a container's limit respected on Linux, on macOS no more than the GPU's working set."""
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
     if sys.platform == "darwin":
-        done = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, check=False)
-        import mlx.core as mx
-
-        working_set = int(mx.device_info().get("max_recommended_working_set_size", total))
-        return Machine(total, min(working_set, parse_vm_stat(done.stdout) or total))
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", _read(MEMINFO), re.MULTILINE)
-    available = int(found[1]) * 1024 if found else page * os.sysconf("SC_AVPHYS_PAGES")
+        return Machine(total, min(available, int(mx.device_info().get("max_recommended_working_set_size", total))))
     limit, used = _read(CGROUP / "memory.max").strip(), _read(CGROUP / "memory.current").strip()
     if limit.isdigit() and used.isdigit():
         total, available = min(total, int(limit)), min(available, max(0, int(limit) - int(used)))
     return Machine(total, available)
-
-
-def parse_vm_stat(text: str) -> int:
-    """Bytes that macOS can hand out, from what `vm_stat` prints; 0 if it cannot be read."""
-    page = re.search(r"page size of (\d+) bytes", text)
-    kinds = re.findall(r"^Pages (?:free|inactive|speculative|purgeable):\s*(\d+)\.", text, re.MULTILINE)
-    return int(page[1]) * sum(map(int, kinds)) if page else 0
 
 
 def shortfall(
@@ -254,48 +230,14 @@ def gigabytes(size: float) -> str:
 
 def _saved(config: ModelConfig, stored: Mapping[str, Stored], bits: int) -> int:
     """Bytes saved if the LLM's matrices had so many bits, as in the published checkpoints."""
-    shapes = inventory.tensors(config)
-    matrices = [name for name, shape in shapes.items() if network(name) == "language" and len(shape) == 2]
+    shapes = layout.shapes(config)
+    matrices = list(filter(layout.LANGUAGE_MATRIX.search, shapes))
     now = 0
     for name in matrices:
         parts = (name, name.replace(".weight", ".scales"), name.replace(".weight", ".biases"))
         now += sum(held(part, stored[part]) for part in parts if part in stored)
     elements = sum(math.prod(shapes[name]) for name in matrices)
     return now - elements * bits // 8 - elements // GROUP_SIZE * GROUP_BYTES
-
-
-def _perception_state(config: ModelConfig) -> int:
-    mel, encoder = config.mel, config.encoder
-    numbers = 2 * config.frame_samples_in - mel.hop_samples + mel.n_fft // 2 + 1
-    bins, channels, rows = encoder.features, 1, encoder.subsampling_factor
-    while rows > 1:
-        numbers += rows * bins * channels
-        bins, channels, rows = bins // 2 + 1, encoder.subsampling_channels, rows // 2
-    return numbers + encoder.n_layers * encoder.d_model * (2 * encoder.left_frames + 2 + encoder.conv_kernel_size)
-
-
-def _language_state(config: ModelConfig, width: int, positions: int) -> int:
-    llm = config.llm
-    mamba = (llm.conv_kernel - 1) * llm.conv_dim * width + FLOAT * llm.mamba_inner * llm.ssm_state_size
-    count = llm.pattern.count("*")
-    room = sum(cache_positions(positions, index * BLOCK // count) for index in range(count))
-    return llm.pattern.count("M") * mamba + room * 2 * llm.num_key_value_heads * llm.head_dim * width
-
-
-def _tts_caches(config: ModelConfig, positions: int) -> int:
-    tts = config.tts
-    windows = [None if is_global(layer) else tts.sliding_window for layer in range(tts.num_hidden_layers)]
-    room = sum(cache_positions(positions, layer, window) for layer, window in enumerate(windows))
-    return room * guidance_rows(config) * 2 * tts.num_key_value_heads * tts.head_dim
-
-
-def _codec_state(config: ModelConfig) -> int:
-    codec, rows, numbers = config.codec, 1, 0
-    for multiplier, rate in zip(codec.channel_multipliers[::-1], codec.downsample_rates[::-1], strict=True):
-        rows *= rate
-        inputs = (rows + codec.block_kernel_size - 1) * codec.base_channels * multiplier
-        numbers += codec.blocks_per_stage * inputs
-    return numbers
 
 
 def _read(path: Path) -> str:

@@ -127,14 +127,13 @@ def parameter_path(name: str) -> str:
     return place.name(place.join.parameter) if place else name
 
 
-@lru_cache(maxsize=8192)
-def stored_names(path: str) -> tuple[str, ...]:
+def stored_names(path: str) -> list[str]:
     """The stored tensors or modules that a parameter or module of the tree is made of, in stacking order."""
     place = _place(path, PARAMETER_READERS)
-    return tuple(place.name(part) for part in place.join.stored) if place else (path,)
+    return [place.name(part) for part in place.join.stored] if place else [path]
 
 
-def partners(name: str) -> tuple[str, ...]:
+def partners(name: str) -> list[str]:
     """The stored tensors that go into the same parameter as `name`, itself among them."""
     return stored_names(parameter_path(name))
 

@@ -7,12 +7,11 @@ What is decided here from the files' headers, `checkpoint.build` does and `memor
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Literal, get_args
 
 from ..errors import InputError
-from .checkpoint import partners
+from . import layout
 from .shards import Stored
 
 Choice = Literal["f32", "q8"]
@@ -24,12 +23,6 @@ COMFORTABLE = 0.6  # part of a machine's memory that is taken without being aske
 LONG_SECONDS = 600  # of conversation, for the need that must fit
 HALF_TYPES = ("BF16", "F16")  # as safetensors names them
 PLAIN_TYPES = (*HALF_TYPES, "F32")
-# Linear layers of encoder, TTS backbone, code embedding and MoG head. Not: what the text table is made of (built once,
-# exactly), convolutions, and the 1x1 ones between the strided ones (small, many rows).
-LAYERS = re.compile(
-    r"^(stt_model\.perception\.(?!encoder\.pre_encode\.conv\.|.*\.depthwise_conv\.)"
-    r"|tts_model\.tts_model\.(backbone|mog_head|embed_code|gated_fusion_audio_text\.audio_proj)\.)(.*\.)?weight$"
-)
 
 
 def plan(stored: Mapping[str, Stored], choice: str | None, f32_fits: bool = True) -> Plan:
@@ -43,8 +36,8 @@ def plan(stored: Mapping[str, Stored], choice: str | None, f32_fits: bool = True
         return {}
     types = PLAIN_TYPES if choice == "q8" else HALF_TYPES
     chosen = {}
-    for name in filter(LAYERS.search, stored):
-        parts = [stored[part] for part in partners(name) if part in stored]
+    for name in filter(layout.SPEECH_MATRIX.search, stored):
+        parts = [stored[part] for part in layout.partners(name) if part in stored]
         if all(part.dtype in types for part in parts) and (group_size := _group_size(parts)):
             chosen[name] = {"group_size": group_size, "bits": BITS}
     return chosen

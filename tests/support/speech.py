@@ -83,7 +83,8 @@ def golden_tts() -> EarTts:
     tts = EarTts(config.tts, config.llm.vocab_size)
     weights = golden_weights()
     tts.load_weights([(k.removeprefix(PREFIX), v) for k, v in weights.items() if k.startswith(PREFIX)], strict=True)
-    tts.prepare(golden_characters(), weights["tts_model.codec_silence_tokens"], config.pad_id, config.eos_id)
+    tts.prepare(weights["tts_model.codec_silence_tokens"], config.pad_id, config.eos_id)
+    tts.use_text_rows(tts.text_rows(golden_characters()))
     return tts
 
 
@@ -105,7 +106,8 @@ def prepare(tts: EarTts, config: TtsConfig) -> EarTts:
     """Prepare a random TTS with a made-up vocabulary, some tokens without characters."""
     size = config.characters.char_vocab_size
     characters = [[(token * 5 + i) % size for i in range(token % 4)] for token in range(VOCABULARY)]
-    tts.prepare(characters, mx.arange(config.num_quantizers) % config.codebook_size, PAD, EOS)
+    tts.prepare(mx.arange(config.num_quantizers) % config.codebook_size, PAD, EOS)
+    tts.use_text_rows(tts.text_rows(characters))
     return tts
 
 
