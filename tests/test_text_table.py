@@ -171,7 +171,7 @@ def test_a_model_with_other_weights_has_another_table(folder: Path, monkeypatch:
     for tts in (one, other):
         text_table.kept(tts, config, characters, folder, lambda text: None)
     other.gated_fusion_audio_text.audio_proj.weight = other.gated_fusion_audio_text.audio_proj.weight + 1
-    text_table.kept(other, config, characters, folder, never)(never)
+    text_table.kept(other, config, characters, folder, never)
     assert len(files(folder)) == 1
 
 
