@@ -9,7 +9,7 @@ from .render import note
 
 if TYPE_CHECKING:
     from mlx_voicechat.model import VoiceChat
-    from mlx_voicechat.speech_weights import Choice
+    from mlx_voicechat.weights.precision import Choice
 
 
 def open_model(model: str, compiled: bool | None, speech_weights: str | None, kv_cache: str) -> VoiceChat:

@@ -15,19 +15,20 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from . import checkpoint, memory, text_table
-from .codec import Codec, CodecState, replace_control_codes
 from .config import ModelConfig, read_config
-from .conformer import Perception, PerceptionState
-from .duplex_lm import DuplexLm, LlmState
-from .ear_tts import EarTts, TtsState
 from .errors import InputError
-from .rnnt import GreedyDecoder, Joint, PredictionNet, RnntState
-from .speech_weights import Choice, Plan, check_choice
+from .gauges import memory
+from .networks.codec import Codec, CodecState, replace_control_codes
+from .networks.conformer import Perception, PerceptionState
+from .networks.duplex_lm import DuplexLm, LlmState
+from .networks.ear_tts import EarTts, TtsState
+from .networks.rnnt import GreedyDecoder, Joint, PredictionNet, RnntState
 from .text import Tokenizer, character_table
+from .weights import checkpoint, text_table
+from .weights.precision import Choice, Plan, check_choice
 
 if TYPE_CHECKING:
-    from .profile import Profile
+    from .gauges.profile import Profile
     from .session import Noise, Session
 
 NO_FORCE = -1  # not a token id: the model's own choice stands

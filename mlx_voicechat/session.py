@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from .audio import MAX_AMPLITUDE
 from .errors import InputError, LimitError, SessionClosedError, VoiceChatError
 from .events import (
     AudioFrame,
@@ -27,8 +26,9 @@ from .events import (
     TextDelta,
     TranscriptDelta,
 )
+from .gauges.profile import Profile
 from .model import NO_FORCE, Draws, Frame, Heard
-from .profile import Profile
+from .sound.pcm import MAX_AMPLITUDE
 from .text import IncrementalDecoder, TranscriptText
 
 if TYPE_CHECKING:
