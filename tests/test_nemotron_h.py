@@ -12,7 +12,7 @@ from support.checkpoints import GOLDEN
 from support.listening import DISTINCT_LLM, close, golden_llm, random_llm
 
 from mlx_voicechat.config import LlmConfig, read_config
-from mlx_voicechat.duplex_lm import DuplexLm, _scan_one
+from mlx_voicechat.networks.duplex_lm import DuplexLm, _scan_one
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of transformers, which mlx-lm imports
