@@ -13,6 +13,7 @@ from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.gauges.memory import WIDTHS, Announced
 from mlx_voicechat.weights.layout import NETWORKS, network
+from mlx_voicechat.weights.precision import llm_is_float32
 from mlx_voicechat.weights.shards import Stored
 
 OTHER = "other"  # tensors of no network
@@ -72,7 +73,7 @@ def longest(config: ModelConfig, stored: Mapping[str, Stored], announced: Announ
 
     `announced`: of this checkpoint, with a conversation of any length.
     """
-    states = memory.States(config, stored)
+    states = memory.States(config, llm_is_float32(stored))
     room = available_bytes - announced.loaded - announced.opening
     low, high = 0, LONGEST_FRAMES
     while low < high:  # the most frames that fit

@@ -45,8 +45,8 @@ def download(
 
 def _fetch(repository: str, revision: str | None) -> str:
     """The folder of a repository's checkpoint, downloaded if need be."""
-    from mlx_voicechat.config import read_config
     from mlx_voicechat.weights import hub, hub_cache
+    from mlx_voicechat.weights.config_file import check_config
 
     if not hub.is_repository_id(repository):
         known = ", ".join(hub_cache.PUBLISHED)
@@ -58,7 +58,7 @@ def _fetch(repository: str, revision: str | None) -> str:
     else:
         folder = hub.fetch(repository, revision, ["config.json"], lambda _: None)
         if hub_cache.layout(folder) != "nvidia":
-            read_config(folder)  # another model's, or newer than this program: stop before its weights
+            check_config(folder)  # another model's, or newer than this program: stop before its weights
         folder = hub.fetch(repository, revision, hub_cache.patterns_for(folder), note)
     if hub_cache.layout(folder) == "nvidia":
         note(f"this is NVIDIA's original, to convert: mlx-voicechat convert --source {repository} --output FOLDER")

@@ -63,9 +63,10 @@ def info(
 
 def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
     """Everything `info` tells. Raises CheckpointError and, for an unknown `speech_weights`, InputError."""
-    from mlx_voicechat.config import read_config, read_json
     from mlx_voicechat.gauges import memory
     from mlx_voicechat.weights import checkpoint, hub_cache
+    from mlx_voicechat.weights.config_file import read_config, read_json
+    from mlx_voicechat.weights.precision import llm_is_float32
     from mlx_voicechat.weights.shards import verify
 
     from . import composition
@@ -88,6 +89,7 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
         "format": f"mlx-voicechat {version}" if version else "mlx-community",
         "conversion": read_json(folder).get(checkpoint.CONVERSION_KEY) or {},
         "quantization": quantization(config),
+        "language_type": "f32" if llm_is_float32(stored) else "bf16",
         **_stored(folder, stored, config.quantization),
         "speech_weights": "q8" if plan else "f32",
         "sizes": sizes(config),
@@ -105,7 +107,7 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
 
 def _original(folder: Path) -> dict[str, Any]:
     """What can be told of NVIDIA's original."""
-    from mlx_voicechat.config import read_json
+    from mlx_voicechat.weights.config_file import read_json
     from mlx_voicechat.weights.shards import verify
 
     model = read_json(folder).get("model")
@@ -237,6 +239,7 @@ def text(facts: Mapping[str, Any]) -> str:
         "plan": conversion.get("plan", ""),
         "converted from": ", revision ".join(map(str, origin)),
         "quantization": facts.get("quantization", ""),
+        "language computes in": facts.get("language_type", ""),
         "tensors": f"{facts['tensors']:,}: " + ", ".join(f"{name} {count:,}" for name, count in facts["types"].items()),
         **{f"stored, {name}": _parts(parts) for name, parts in facts["networks"].items()},
         **{

@@ -16,7 +16,7 @@ from mlx_voicechat.errors import InputError, VoiceChatError
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.model import Frame, VoiceChat, load
 from mlx_voicechat.sound.recordings import INPUT_RATE_HZ, read_all
-from mlx_voicechat.weights import checkpoint, layout
+from mlx_voicechat.weights import checkpoint, layout, precision
 from mlx_voicechat.weights.shards import Stored
 
 from .source import Say, Source
@@ -78,14 +78,15 @@ def reference(source: Source, wide: bool) -> VoiceChat:
     for name in source.tensors:
         blocks = [block.array for block in source.blocks(name)]
         whole = blocks[0] if len(blocks) == 1 else mx.concatenate(blocks)
-        narrow = not wide and layout.network(name) == "language" and whole.dtype == mx.float32
+        narrow = not wide and layout.network(name) == "language" and mx.issubdtype(whole.dtype, mx.floating)
         arrays[name] = whole.astype(mx.bfloat16) if narrow else whole
         mx.eval(arrays[name])
         del blocks, whole
-    stored = {name: Stored(source.name, tensor.shape, tensor.dtype) for name, tensor in source.tensors.items()}
+    stored = stored_types(source)
     assembled = layout.assemble(arrays, torch_layout=False)
     del arrays
-    settled = {path: layout.settle(path, array) for path, array in assembled.items()}
+    float32_llm = wide and precision.llm_is_float32(stored)
+    settled = {path: layout.settle(path, array, float32_llm) for path, array in assembled.items()}
     del assembled
     config = replace(source.config, quantization={})
     with tempfile.TemporaryDirectory() as folder:  # a text table that is made here is no other program's
@@ -93,10 +94,16 @@ def reference(source: Source, wide: bool) -> VoiceChat:
         return VoiceChat(source.name, config, source.tokenizer, parameters, lambda text: None)
 
 
+def stored_types(source: Source) -> dict[str, Stored]:
+    """The source's tensors as if they were stored unquantised."""
+    return {name: Stored(source.name, tensor.shape, tensor.dtype) for name, tensor in source.tensors.items()}
+
+
 def _needed_bytes(source: Source, wide: bool) -> int:
     total = 0
+    wide = wide and precision.llm_is_float32(stored_types(source))
     for name, tensor in source.tensors.items():
-        half = layout.network(name) == "language" and (not wide or tensor.dtype != "F32")
+        half = layout.network(name) == "language" and not wide
         total += math.prod(tensor.shape) * (2 if half else 4)
     return total
 

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_voicechat.config import ModelConfig, parse_config
+from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import CheckpointError, InputError
 from mlx_voicechat.networks.ear_tts import EarTts
 from mlx_voicechat.networks.linear import product_of_many_rows
 from mlx_voicechat.text import Tokenizer, character_table
-from mlx_voicechat.weights import checkpoint, layout, text_table
+from mlx_voicechat.weights import checkpoint, layout, quantization, text_table
 from mlx_voicechat.weights.checkpoint import CONVERSION_KEY
+from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.hub import BASE_PATTERNS, gigabytes
 
 from . import card, writer
@@ -27,6 +28,7 @@ from .source import BLOCK_BYTES, Block, Say, Source, Tensor
 from .writer import Entry
 
 LAYOUT_NAMES = {"nvidia": "NVIDIA's original", "mlx-community": "mlx-community layout", "ours": "mlx-voicechat format"}
+PUBLIC_CONVERSION_KEY = "mlx_conversion"  # of the public converter: says how its output was quantised
 WORKING_COPIES = 10  # of a block: read, re-laid, in MLX, rounded, packed, and what MLX keeps for reuse
 TOKENIZER_FILES = [name for name in BASE_PATTERNS if name != "config.json"]
 
@@ -162,9 +164,10 @@ def configuration(job: Job) -> dict[str, Any]:
         "tokenizer": source.tokenizer_name,
         "tokenizer_revision": source.tokenizer_revision,
     }
-    if CONVERSION_KEY in source.raw:
-        facts["source_conversion"] = source.raw[CONVERSION_KEY]
-    raw = {key: value for key, value in source.raw.items() if key not in ("quantization", "quantization_config")}
+    if earlier := [source.raw[key] for key in (CONVERSION_KEY, PUBLIC_CONVERSION_KEY) if key in source.raw]:
+        facts["source_conversion"] = earlier[0]
+    raw = {key: value for key, value in source.raw.items() if key not in (*quantization.KEYS, PUBLIC_CONVERSION_KEY)}
+    raw["text_config"] = source.raw["text_config"] | {"head_dim": source.config.llm.head_dim}
     raw[checkpoint.FORMAT_KEY] = checkpoint.FORMAT_VERSION
     raw[CONVERSION_KEY] = facts
     quantisation = job.quantisation()

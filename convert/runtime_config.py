@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_voicechat.config import MODEL_TYPE, RUNTIME_CONFIG_VERSION
+from mlx_voicechat.config import MAX_SYMBOLS
 from mlx_voicechat.errors import CheckpointError
+from mlx_voicechat.weights.config_file import MODEL_TYPE, RUNTIME_CONFIG_VERSION
 from mlx_voicechat.weights.shards import some_of
 
 # Keys of the base LLM's config; each may also be called like the second. Absent ones are left to `parse_config`.
@@ -47,7 +48,6 @@ CODEC_KEYS = {
     "codebook_size": "codebook_size",
 }
 SPECIAL_TOKENS = {"bos": "<s>", "eos": "</s>", "pad": "<SPECIAL_12>", "silence": "<SPECIAL_11>"}
-MAX_SYMBOLS = 10  # NeMo greedy RNNT decoding: symbols a frame
 
 
 class _Reader:

@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from mlx_voicechat.config import ModelConfig, is_original, parse_config, read_json
+from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import CheckpointError, HubError, InputError
 from mlx_voicechat.text import Tokenizer
 from mlx_voicechat.weights import checkpoint, hub, layout
+from mlx_voicechat.weights.config_file import is_original, parse_config, read_json
 from mlx_voicechat.weights.hub_cache import COMMIT
 from mlx_voicechat.weights.shards import files, places, some_of
 
@@ -199,7 +200,7 @@ def open_source(
     stored = {name: Stored(file, *entry) for file in files(folder) for name, entry in places(folder / file).items()}
     if kind == "nvidia":
         raw = _translate(raw, folder, beside, words, stored)
-    config = parse_config(raw, str(folder / "config.json"))
+    config = parse_config(raw, str(folder / "config.json"), {name: entry.shape for name, entry in stored.items()})
     checkpoint.check_tokenizer(words, beside, config)
     return Source(
         name=_public_name(folder),

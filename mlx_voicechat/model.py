@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .config import ModelConfig, read_config
+from .config import ModelConfig
 from .errors import InputError
 from .gauges import memory
 from .networks.codec import CodecState, replace_control_codes
@@ -25,6 +25,7 @@ from .networks.rnnt import GreedyDecoder, RnntState
 from .networks.tree import Networks
 from .text import Tokenizer, character_table
 from .weights import checkpoint, text_table
+from .weights.config_file import read_config
 from .weights.precision import Choice, Plan, check_choice
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_voicechat import assets
-from mlx_voicechat.config import parse_config
 from mlx_voicechat.weights import layout
+from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.shards import verify
 
 CONFIG = parse_config(json.loads((assets.CONFIGS / "random.json").read_text(encoding="utf-8")))

@@ -20,9 +20,10 @@ import numpy as np
 import psutil
 from mlx.utils import tree_flatten
 
-from ..config import ModelConfig, read_config
+from ..config import ModelConfig
 from ..model import Frame, VoiceChat, load
 from ..weights import checkpoint
+from ..weights.config_file import read_config
 from ..weights.precision import Choice
 from ..weights.shards import verify
 from . import memory, traffic

@@ -25,7 +25,7 @@ from ..networks.ear_tts import TtsState
 from ..networks.rnnt import GreedyDecoder
 from ..networks.tree import Networks
 from ..weights import layout
-from ..weights.precision import LONG_SECONDS, Plan, fits, held_bytes, plan
+from ..weights.precision import LONG_SECONDS, Plan, fits, held_bytes, llm_is_float32, plan
 from ..weights.shards import Stored
 
 WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
@@ -33,7 +33,7 @@ NARROWED = ("F64", "I64", "U64")  # held in 4 bytes
 FLOATING = ("F32", "F16", "BF16")
 FLOAT = 4  # bytes of what computes in float32: constants and state
 PUBLISHED = "mlx-community/NemotronLabs-VoiceChat-11B-{bits}bit"
-PUBLISHED_BITS, GROUP_SIZE, GROUP_BYTES = (8, 4), 64, 4  # a bfloat16 scale and bias per group
+PUBLISHED_BITS, GROUP_SIZE, GROUP_BYTES = (8, 4), 64, 8  # a float32 scale and bias per group
 SHORT_SECONDS = 60  # of conversation, for the check at load
 AS_STORED: Plan = MappingProxyType({})  # no layer is quantised at load
 CGROUP = Path("/sys/fs/cgroup")
@@ -92,11 +92,11 @@ def announce(
     `requantise`: the layers that loading quantises, as in `model.load` (`speech_plan`). `tts_cache_bytes`: of a number
     in the TTS's attention caches.
     """
-    weights = dict.fromkeys(layout.NETWORKS, 0)
+    weights, float32_llm = dict.fromkeys(layout.NETWORKS, 0), llm_is_float32(stored)
     for name, tensor in stored.items():
         if (network := layout.network(name)) is not None:  # others are a fault that loading reports
-            weights[network] += held(name, tensor, requantise)
-    states = States(config, stored, tts_cache_bytes)
+            weights[network] += held(name, tensor, requantise, float32_llm)
+    states = States(config, float32_llm, tts_cache_bytes)
     opening = states.session(0, prompt_tokens)
     return Announced(
         weights=weights,
@@ -117,15 +117,15 @@ def speech_plan(
     return plan(stored, choice, fits(needed, machine().total))
 
 
-def held(name: str, tensor: Stored, requantise: Plan = AS_STORED) -> int:
+def held(name: str, tensor: Stored, requantise: Plan = AS_STORED, float32_llm: bool = False) -> int:
     """Bytes that a tensor takes once it is loaded: 0 if no conversation needs it (see `checkpoint.settle`)."""
     left_out = layout.OPTIONAL.search(name) and not name.startswith(layout.VOICE_PREFIX)
     if left_out or layout.is_unused(name) or layout.is_added(name):
         return 0
     if name in requantise:
         return held_bytes(tensor, requantise[name])
-    narrow = tensor.dtype in NARROWED or (tensor.dtype in FLOATING and layout.FLOAT32.search(name))
-    return math.prod(tensor.shape) * (4 if narrow else WIDTHS.get(tensor.dtype, 1))
+    four = tensor.dtype in NARROWED or (tensor.dtype in FLOATING and layout.is_widened(name, float32_llm))
+    return math.prod(tensor.shape) * (4 if four else WIDTHS.get(tensor.dtype, 1))
 
 
 def constants(config: ModelConfig) -> int:
@@ -145,24 +145,23 @@ def constants(config: ModelConfig) -> int:
 class States:
     """What a conversation keeps, asked of the networks: their states, built lazily, so that nothing is allocated."""
 
-    def __init__(self, config: ModelConfig, stored: Mapping[str, Stored], tts_cache_bytes: int = FLOAT) -> None:
+    def __init__(self, config: ModelConfig, float32_llm: bool, tts_cache_bytes: int = FLOAT) -> None:
         self.config = config
         tree = Networks(config)
-        self.language, self.tts, self.codec = tree.stt_model, tree.tts_model.tts_model, tree.tts_model.audio_codec
+        self.language, self.tts = tree.stt_model, tree.tts_model.tts_model
         self.rnnt = GreedyDecoder(self.language.rnnt_decoder, self.language.rnnt_joint, config.rnnt)
-        norm, entry = self.language.llm.norm_f, stored.get(layout.FINAL_NORM)
-        narrow = entry is None or WIDTHS.get(entry.dtype, 2) == 2
-        norm.weight = norm.weight.astype(mx.bfloat16 if narrow else mx.float32)
+        norm = self.language.llm.norm_f
+        norm.weight = norm.weight.astype(mx.float32 if float32_llm else mx.bfloat16)
         self.tts.cache_dtype = mx.bfloat16 if tts_cache_bytes < FLOAT else None
 
     def session(self, frames: int, prompt_tokens: int = 0) -> dict[str, int]:
-        """Bytes after so many frames, by network; a view that keeps a larger buffer alive counts as itself."""
+        """Bytes after so many frames, by network. Views count with the buffer that they keep."""
         return {
-            "perception": _bytes(self.language.perception.init_state()),
+            "perception": FLOAT * _perception_buffers(self.config),
             "rnnt": _bytes(self.rnnt.init_state()),
             "language": _bytes(self.language_state(prompt_tokens + frames).arrays),
             "tts": _bytes(self.tts_state(max(0, prompt_tokens + frames - 1)).arrays),
-            "codec": _bytes(self.codec.init_state()),
+            "codec": FLOAT * _codec_buffers(self.config),
         }
 
     def language_state(self, positions: int) -> LlmState:
@@ -176,6 +175,27 @@ class States:
         state = self.tts.init_state()
         self.tts.reserve(state, self.config.tts.prompt_frames + positions)
         return state
+
+
+def _perception_buffers(config: ModelConfig) -> int:
+    """Numbers in what the state's views are cut from, which holds a frame more: no state tells it."""
+    mel, encoder = config.mel, config.encoder
+    numbers = 2 * config.frame_samples_in - mel.hop_samples + mel.n_fft // 2 + 1
+    bins, channels, rows = encoder.features, 1, encoder.subsampling_factor
+    while rows > 1:
+        numbers += rows * bins * channels
+        bins, channels, rows = bins // 2 + 1, encoder.subsampling_channels, rows // 2
+    return numbers + encoder.n_layers * encoder.d_model * (2 * encoder.left_frames + 2 + encoder.conv_kernel_size)
+
+
+def _codec_buffers(config: ModelConfig) -> int:
+    """As for perception: each block's last inputs are cut from those of a frame and of its past."""
+    codec, rows, numbers = config.codec, 1, 0
+    for multiplier, rate in zip(codec.channel_multipliers[::-1], codec.downsample_rates[::-1], strict=True):
+        rows *= rate
+        inputs = (rows + codec.block_kernel_size - 1) * codec.base_channels * multiplier
+        numbers += codec.blocks_per_stage * inputs
+    return numbers
 
 
 def _bytes(tree: Any) -> int:
@@ -207,7 +227,7 @@ def shortfall(
     needed = announce(config, stored, frames, requantise=requantise, tts_cache_bytes=tts_cache_bytes).total
     if needed <= have.available:
         return None
-    smaller = {bits: needed - saved for bits in PUBLISHED_BITS if (saved := _saved(config, stored, bits)) > 0}
+    smaller = {bits: needed - saved for bits in PUBLISHED_BITS if (saved := _saved(config, stored, bits, frames)) > 0}
     fitting = [bits for bits, size in smaller.items() if size <= have.available]
     close = "close other programs, or it will be slow."
     if fitting:
@@ -228,15 +248,17 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def _saved(config: ModelConfig, stored: Mapping[str, Stored], bits: int) -> int:
-    """Bytes saved if the LLM's matrices had so many bits, as in the published checkpoints."""
-    shapes = layout.shapes(config)
+def _saved(config: ModelConfig, stored: Mapping[str, Stored], bits: int, frames: int) -> int:
+    """Bytes saved if the LLM's matrices had so many bits, as in the published checkpoints, whose state is float32."""
+    float32_llm, shapes = llm_is_float32(stored), layout.shapes(config)
     matrices = list(filter(layout.LANGUAGE_MATRIX.search, shapes))
     now = 0
     for name in matrices:
         parts = (name, name.replace(".weight", ".scales"), name.replace(".weight", ".biases"))
-        now += sum(held(part, stored[part]) for part in parts if part in stored)
+        now += sum(held(part, stored[part], float32_llm=float32_llm) for part in parts if part in stored)
     elements = sum(math.prod(shapes[name]) for name in matrices)
+    for sign, states in ((1, States(config, float32_llm)), (-1, States(config, float32_llm=True))):
+        now += sign * sum(_bytes(states.language_state(count).arrays) for count in (0, frames))  # opening, conversation
     return now - elements * bits // 8 - elements // GROUP_SIZE * GROUP_BYTES
 
 

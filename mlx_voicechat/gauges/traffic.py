@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from ..config import ModelConfig
 from ..networks.cache import KvCache
 from ..weights import layout
-from ..weights.precision import Plan
+from ..weights.precision import Plan, llm_is_float32
 from ..weights.shards import Stored
 from .memory import AS_STORED, FLOAT, States, held, machine
 
@@ -40,7 +40,8 @@ def traffic(
     tts_cache_bytes: int = FLOAT,
 ) -> dict[str, int]:
     """Bytes a frame by stage, after `positions` positions of the timeline; the options are `memory.announce`'s."""
-    sizes = {name: held(name, tensor, requantise) for name, tensor in stored.items()}
+    float32_llm = llm_is_float32(stored)
+    sizes = {name: held(name, tensor, requantise, float32_llm) for name, tensor in stored.items()}
 
     def of(network: str, pattern: re.Pattern[str]) -> int:
         names = (name for name in sizes if layout.network(name) == network)
@@ -48,7 +49,7 @@ def traffic(
 
     moved = {stage: of(stage, pattern) for stage, pattern in ONCE.items()}
     encoder, tts, codec = config.encoder, config.tts, config.codec
-    states = States(config, stored, tts_cache_bytes)
+    states = States(config, float32_llm, tts_cache_bytes)
     language, speech = states.language_state(positions), states.tts_state(positions)
     moved["perception"] += FLOAT * encoder.n_layers * encoder.d_model * (3 * encoder.left_frames + 1)
     moved["language"] += 2 * of("language", EMBEDDING) // config.llm.vocab_size

@@ -17,10 +17,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .. import assets
-from ..config import ModelConfig, read_json
+from ..config import ModelConfig
 from ..errors import CheckpointError, InputError
 from ..text import Tokenizer
-from . import hub, layout
+from . import hub, layout, precision
+from .config_file import read_json
 from .hub import print_notice
 from .shards import Stored, some_of, verify
 
@@ -81,7 +82,9 @@ def load_parameters(folder: Path, config: ModelConfig, tokenizer: Tokenizer | No
         weights |= _read(folder / file)
     whole = {name: array for name, array in weights.items() if _fits(name, weights, stored, config)}
     assembled = layout.assemble(whole, torch_layout)
-    parameters = Parameters({path: layout.settle(path, array) for path, array in assembled.items()}, folder, stored)
+    wide = precision.llm_is_float32(stored)
+    settled = {path: layout.settle(path, array, wide) for path, array in assembled.items()}
+    parameters = Parameters(settled, folder, stored)
     if config.speaker not in (voices := voice_names(parameters)):
         raise CheckpointError(
             f"{folder}: the speaker of config.json, {config.speaker!r}, has no {layout.VOICE_PREFIX}* of its own.",
@@ -122,8 +125,6 @@ def check(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, mx.array
     if not faults:
         return
     remedy = "The checkpoint and its config.json do not belong together, or it is of another model: get it again."
-    if any(name.endswith(".scales") for name in unknown):
-        remedy = "These modules are quantised, but `quantization` in config.json does not name them: get it again."
     place = f"{actual.folder}: " if isinstance(actual, Parameters) else ""
     raise CheckpointError(f"{place}tensors {'; '.join(faults)}.", remedy)
 

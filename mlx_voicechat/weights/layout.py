@@ -35,7 +35,7 @@ CODEBOOK = "tts_model.audio_codec.prvq.mus_list.{}"
 CHARACTERS = "tts_model.tts_model.embed_subword.embed_tokens.weight"  # (characters, width)
 TEXT_SIDE = re.compile(r"^tts_model\.tts_model\.(embed_subword|gated_fusion_audio_text)\.")  # makes the text table
 SUBWORD = re.compile(r"^tts_model\.tts_model\.embed_subword\.")
-FINAL_NORM = "stt_model.llm.norm_f.weight"  # whose type is the LLM's own
+QUERIES = re.compile(r"stt_model\.llm\.layers\.\d+\.mixer\.q_proj\.weight$")  # of the LLM's attentions
 # Matrices of the LLM, which the published checkpoints quantise.
 LANGUAGE_MATRIX = re.compile(
     r"^stt_model\.(embed_tokens|lm_head|function_head|llm\.layers\.\d+\.mixer\.\w+_proj)\.weight$"
@@ -48,6 +48,9 @@ SPEECH_MATRIX = re.compile(
 )
 # What computes in float32 (spec, precision): the speech networks whole, and the Mamba recurrence of the LLM.
 FLOAT32 = re.compile(r"^(stt_model\.(perception|rnnt_decoder|rnnt_joint)|tts_model)\.|\.mixer\.(A_log|D|dt_bias)$")
+# What the LLM's residual stream meets: one of these wider than bfloat16, and every product after it is float32.
+STREAM = re.compile(r"^stt_model\.llm\.(norm_f|layers\.\d+\.(norm|mixer\.\w+_proj))\.")
+STREAM_AND_HEADS = re.compile(r"^stt_model\.(llm|lm_head|function_head)\.")  # widened with it; embedded rows are few
 INTEGERS = ("_control_codes", ".codec_silence_tokens", ".pad_tensor", ".special_flags", ".is_continuation")
 # Tensors that no network reads at run time: codec variances, featurizer buffers, the speaker projection.
 UNUSED = re.compile(r"(\._variance_list\.|preprocessor\.featurizer\.|audio_prompt_projection_W$|num_batches_tracked$)")
@@ -170,6 +173,11 @@ def is_integer(name: str) -> bool:
     return name.endswith(INTEGERS)
 
 
+def is_widened(name: str, float32_llm: bool) -> bool:
+    """Whether a floating-point tensor or parameter of this name becomes float32 when it is loaded."""
+    return FLOAT32.search(name) is not None or (float32_llm and STREAM_AND_HEADS.match(name) is not None)
+
+
 def is_unused(name: str) -> bool:
     return UNUSED.search(name) is not None
 
@@ -177,11 +185,12 @@ def is_unused(name: str) -> bool:
 # -- shapes ---------------------------------------------------------------------------------------------------------
 
 
-def shapes(config: ModelConfig, voices: Sequence[str] | None = None) -> dict[str, Shape]:
+def shapes(config: ModelConfig, voices: Sequence[str] | None = None, buffers: bool = False) -> dict[str, Shape]:
     """Every tensor of a checkpoint by name, as NVIDIA's file stores it (PyTorch axis orders).
 
     Asked of the module tree; of what no network reads what a checkpoint has all the same, and a latent for each of
-    `voices` (default: the config's speaker).
+    `voices` (default: the config's speaker). `buffers`: those of NeMo's featurizer too, which NVIDIA's file and the
+    published ones carry unused.
     """
     tree = Networks(config, encoder=True)
     flat: Any = tree_flatten(tree.parameters(), destination={})
@@ -194,6 +203,9 @@ def shapes(config: ModelConfig, voices: Sequence[str] | None = None) -> dict[str
         found[f"tts_model.audio_codec.prvq._variance_list.{quantizer}.variance"] = ()
     for voice in voices or (config.speaker,):
         found[VOICE_PREFIX + voice] = (1, tts.prompt_frames, tts.hidden_size)
+    if buffers:
+        found["stt_model.perception.preprocessor.featurizer.fb"] = (1, config.mel.features, config.mel.n_fft // 2 + 1)
+        found["stt_model.perception.preprocessor.featurizer.window"] = (config.mel.window_samples,)
     return {name: to_torch_shape(name, shape) for name, shape in found.items()}
 
 
@@ -269,10 +281,10 @@ def assemble(weights: Mapping[str, mx.array], torch_layout: bool) -> dict[str, m
     return out
 
 
-def settle(path: str, array: mx.array) -> mx.array:
+def settle(path: str, array: mx.array, float32_llm: bool) -> mx.array:
     """A tensor in the type it computes in and contiguous: no frame may cast or copy a weight. Widening is exact."""
     if array.dtype in (mx.int64, mx.uint64):
         array = array.astype(mx.int32)
-    elif array.dtype == mx.float64 or (mx.issubdtype(array.dtype, mx.floating) and FLOAT32.search(path)):
+    elif array.dtype == mx.float64 or (mx.issubdtype(array.dtype, mx.floating) and is_widened(path, float32_llm)):
         array = array.astype(mx.float32)
     return mx.contiguous(array)

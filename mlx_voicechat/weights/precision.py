@@ -22,6 +22,7 @@ SMALLEST = 4096  # weights of a layer; fewer are not worth it
 COMFORTABLE = 0.6  # part of a machine's memory that is taken without being asked to
 LONG_SECONDS = 600  # of conversation, for the need that must fit
 HALF_TYPES = ("BF16", "F16")  # as safetensors names them
+WIDER = ("F32", "F16", "F64")  # than bfloat16; float16 and bfloat16 meet as float32
 PLAIN_TYPES = (*HALF_TYPES, "F32")
 
 
@@ -41,6 +42,14 @@ def plan(stored: Mapping[str, Stored], choice: str | None, f32_fits: bool = True
         if all(part.dtype in types for part in parts) and (group_size := _group_size(parts)):
             chosen[name] = {"group_size": group_size, "bits": BITS}
     return chosen
+
+
+def llm_is_float32(stored: Mapping[str, Stored]) -> bool:
+    """Whether the LLM computes in float32 rather than bfloat16: by what is stored, scales and biases among it.
+
+    The published 4-bit and 8-bit checkpoints have float32 scales beside bfloat16 norms (spec: checkpoint.md).
+    """
+    return any(entry.dtype in WIDER and layout.STREAM.match(name) for name, entry in stored.items())
 
 
 def check_choice(choice: str | None) -> None:
