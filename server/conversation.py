@@ -35,8 +35,8 @@ from .messages import (
 )
 
 if TYPE_CHECKING:
-    from mlx_voicechat.model import VoiceChat
     from mlx_voicechat.session import Session
+    from mlx_voicechat.voicechat import VoiceChat
 
 FLOAT_BYTES = 4
 

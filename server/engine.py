@@ -27,7 +27,7 @@ from .messages import Append, Cancel, Open, Request, Told
 from .metrics import Metrics
 
 if TYPE_CHECKING:
-    from mlx_voicechat.model import VoiceChat
+    from mlx_voicechat.voicechat import VoiceChat
 
 LOADING, WARMING, READY, FAILED, ENDED = "loading", "warming", "ready", "failed", "ended"
 _Item: TypeAlias = "tuple[Slot | None, Request | None]"

@@ -21,7 +21,8 @@ from mlx_voicechat.convert import conversion, plans
 from mlx_voicechat.convert.source import Stored, open_source, tensors
 from mlx_voicechat.convert.writer import check_target
 from mlx_voicechat.errors import CheckpointError, HubError, InputError
-from mlx_voicechat.model import Frame, VoiceChat
+from mlx_voicechat.frame import Frame
+from mlx_voicechat.voicechat import VoiceChat
 from mlx_voicechat.weights import checkpoint, hub, layout, text_table
 from mlx_voicechat.weights.shards import places, verify
 

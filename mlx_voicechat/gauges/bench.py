@@ -21,7 +21,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..config import ModelConfig, read_config
-from ..model import Frame, VoiceChat, load
+from ..frame import Frame
+from ..voicechat import VoiceChat, load
 from ..weights import checkpoint
 from ..weights.precision import Choice
 from ..weights.shards import verify
