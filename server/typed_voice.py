@@ -33,9 +33,7 @@ POLL_SECONDS = 0.05
 TEXT_FILE, WAV_FILE = "{text}", "{wav}"  # of a command that wants files: they stand for their paths
 SAY = ("say", "-f", TEXT_FILE, "-o", WAV_FILE, "--file-format=WAVE", "--data-format=LEI16@22050")
 ESPEAK = ("espeak-ng", "--stdin", "--stdout", "-b", "1")
-NONE_FOUND = (
-    "No synthesiser for typed text was found: typed input is off. Install espeak-ng, or use --typed-voice."
-)
+NONE_FOUND = "No synthesiser for typed text was found: typed input is off. Install espeak-ng, or use --typed-voice."
 
 
 class TypedVoiceError(VoiceChatError):
