@@ -56,9 +56,9 @@ def find_voice(command: str | None = None) -> TypedVoice | None:
             remedy = "It takes text on standard input and gives WAV on standard output."
             raise InputError(f"--typed-voice {command!r}: there is no such program.", remedy)
         return TypedVoice(words)
-    for words in [SAY, ESPEAK] if sys.platform == "darwin" else [ESPEAK]:
-        if shutil.which(words[0]):
-            return TypedVoice(words)
+    for known in [SAY, ESPEAK] if sys.platform == "darwin" else [ESPEAK]:
+        if shutil.which(known[0]):
+            return TypedVoice(known)
     log.warning(NONE_FOUND)
     return None
 
