@@ -20,8 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..audio import INPUT_RATE_HZ, Samples, read_all
 from ..errors import AudioError, InputError, VoiceChatError
+from ..sound.pcm import Samples
+from ..sound.recordings import INPUT_RATE_HZ, read_all
 
 log = logging.getLogger("mlx_voicechat.server")
 
