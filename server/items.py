@@ -172,11 +172,12 @@ def item_from_json(value: object) -> Item:
     if kind not in ("function_call", "function_call_output"):
         kinds = "message, function_call or function_call_output"
         raise ItemError("invalid_event", f"item.type must be {kinds}.", "item.type")
-    fields = {name: value.get(name) for name in STRINGS[kind]}
-    for name, text in fields.items():
-        if not isinstance(text, str):
+    fields: dict[str, str] = {}
+    for name in STRINGS[kind]:
+        if not isinstance(value.get(name), str):
             raise ItemError("invalid_event", f"item.{name} must be a string.", f"item.{name}")
-    return Item(item_id, kind, "assistant" if kind == "function_call" else None, fields=dict(fields))
+        fields[name] = value[name]
+    return Item(item_id, kind, "assistant" if kind == "function_call" else None, fields=fields)
 
 
 def _message(item_id: str, value: dict[str, Any]) -> Item:

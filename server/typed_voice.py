@@ -20,8 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..audio import INPUT_RATE_HZ, Samples, read_all
 from ..errors import AudioError, InputError, VoiceChatError
+from ..sound.pcm import Samples
+from ..sound.recordings import INPUT_RATE_HZ, read_all
 
 log = logging.getLogger("mlx_voicechat.server")
 
@@ -29,7 +30,8 @@ SECONDS = 30.0  # of the process; both programs speak a thousand characters in o
 OUTPUT_BYTES = 16 << 20  # six minutes of PCM16 at 22,050 Hz
 COMPLAINT_BYTES = 4096
 MAX_CHARACTERS = 4_000
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
+TEXT, WAV, ERRORS = "text.txt", "speech.wav", "errors.txt"  # in a folder of each call
 TEXT_FILE, WAV_FILE = "{text}", "{wav}"  # of a command that wants files: they stand for their paths
 SAY = ("say", "-f", TEXT_FILE, "-o", WAV_FILE, "--file-format=WAVE", "--data-format=LEI16@22050")
 ESPEAK = ("espeak-ng", "--stdin", "--stdout", "-b", "1")
@@ -56,9 +58,9 @@ def find_voice(command: str | None = None) -> TypedVoice | None:
             remedy = "It takes text on standard input and gives WAV on standard output."
             raise InputError(f"--typed-voice {command!r}: there is no such program.", remedy)
         return TypedVoice(words)
-    for words in [SAY, ESPEAK] if sys.platform == "darwin" else [ESPEAK]:
-        if shutil.which(words[0]):
-            return TypedVoice(words)
+    for known in [SAY, ESPEAK] if sys.platform == "darwin" else [ESPEAK]:
+        if shutil.which(known[0]):
+            return TypedVoice(known)
     log.warning(NONE_FOUND)
     return None
 
@@ -82,10 +84,11 @@ class TypedVoice:
             raise TypedVoiceError("There is no text to speak.")
         if len(words) > MAX_CHARACTERS:
             raise TypedVoiceError(f"The text has {len(words):,} characters; at most {MAX_CHARACTERS:,} are spoken.")
-        with tempfile.TemporaryDirectory(prefix="mlx-voicechat-") as folder:
-            wav = Path(folder, "speech.wav")
-            await self._run(words, Path(folder, "text.txt"), wav)
-            return await asyncio.to_thread(self._decoded, wav)
+        with tempfile.TemporaryDirectory(prefix="mlx-voicechat-") as name:
+            folder = Path(name)
+            await asyncio.to_thread((folder / TEXT).write_text, words, encoding="utf-8")
+            await self._run(folder)
+            return await asyncio.to_thread(self._decoded, folder / WAV)
 
     def _decoded(self, wav: Path) -> Samples:
         try:
@@ -93,58 +96,41 @@ class TypedVoice:
         except AudioError as fault:
             raise TypedVoiceError(f"{self.name} gave no usable WAV: {fault.message}") from None
 
-    async def _run(self, text: str, text_file: Path, wav: Path) -> None:
-        await asyncio.to_thread(text_file.write_text, text, encoding="utf-8")
-        paths = {TEXT_FILE: str(text_file), WAV_FILE: str(wav)}
-        try:
-            with open(text_file, "rb") as source:
+    async def _run(self, folder: Path) -> None:
+        """Run the command to its end. It has files, not pipes: what it leaves running cannot hold anything up."""
+        wav = str(folder / WAV)
+        paths = {TEXT_FILE: str(folder / TEXT), WAV_FILE: wav}
+        output = os.devnull if WAV_FILE in self.command else wav
+        with open(folder / TEXT, "rb") as source, open(output, "wb") as target, open(folder / ERRORS, "wb") as errors:
+            try:
                 process = await asyncio.create_subprocess_exec(
                     *(paths.get(word, word) for word in self.command),
                     stdin=source,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
+                    stdout=target,
+                    stderr=errors,
                     start_new_session=True,  # so that what it starts ends with it
                 )
-        except OSError as fault:
-            raise TypedVoiceError(f"{self.name} does not start: {fault.strerror or fault}.") from None
+            except OSError as fault:
+                raise TypedVoiceError(f"{self.name} does not start: {fault.strerror or fault}.") from None
         try:
-            complaint = await asyncio.wait_for(self._collect(process, wav), self.seconds)
+            await asyncio.wait_for(self._watched(process, folder), self.seconds)
         except (TimeoutError, asyncio.TimeoutError):
             raise TypedVoiceError(f"{self.name} did not finish within {self.seconds:g} s.") from None
         finally:
-            await _end(process)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
         if process.returncode:
-            raise TypedVoiceError(f"{self.name} failed (exit code {process.returncode}){complaint}.")
+            raise TypedVoiceError(f"{self.name} failed (exit code {process.returncode}){_complaint(folder)}.")
 
-    async def _collect(self, process: asyncio.subprocess.Process, wav: Path) -> str:
-        """Read and watch the process to its end; what it complained of, as the end of a sentence."""
-        assert process.stdout is not None
-        assert process.stderr is not None
-        data, complaint, _ = await asyncio.gather(
-            self._output(process.stdout), _complaint(process.stderr), self._watched(process, wav)
-        )
-        if WAV_FILE not in self.command:
-            await asyncio.to_thread(wav.write_bytes, data)
-        return complaint
-
-    async def _output(self, stream: asyncio.StreamReader) -> bytes:
-        data = bytearray()
-        while piece := await stream.read(1 << 16):
-            data += piece
-            self._check_size(len(data))
-        return bytes(data)
-
-    async def _watched(self, process: asyncio.subprocess.Process, wav: Path) -> None:
-        """Wait for the end of the process, looking at the size of a file that it writes."""
+    async def _watched(self, process: asyncio.subprocess.Process, folder: Path) -> None:
+        """Wait for the end of the process, looking at the size of what it writes."""
         ended = asyncio.ensure_future(process.wait())
         while not ended.done():
             await asyncio.wait({ended}, timeout=POLL_SECONDS)
-            with suppress(FileNotFoundError):
-                self._check_size(wav.stat().st_size)
-
-    def _check_size(self, size: int) -> None:
-        if size > self.output_bytes:
-            raise TypedVoiceError(f"{self.name} wrote more than {self.output_bytes:,} bytes.")
+            sizes = [entry.stat().st_size for entry in os.scandir(folder) if entry.name in (WAV, ERRORS)]
+            if sum(sizes) > self.output_bytes:
+                raise TypedVoiceError(f"{self.name} wrote more than {self.output_bytes:,} bytes.")
 
 
 def spoken(text: str) -> str:
@@ -155,18 +141,10 @@ def spoken(text: str) -> str:
     return plain.strip()
 
 
-async def _complaint(stream: asyncio.StreamReader) -> str:
+def _complaint(folder: Path) -> str:
     """The last line of standard error, as the end of a sentence."""
-    tail = b""
-    while piece := await stream.read(COMPLAINT_BYTES):
-        tail = (tail + piece)[-COMPLAINT_BYTES:]
-    lines = tail.decode(errors="replace").split("\n")
+    with open(folder / ERRORS, "rb") as errors:
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - COMPLAINT_BYTES))
+        lines = errors.read(COMPLAINT_BYTES).decode(errors="replace").split("\n")
     said = next((line.strip() for line in reversed(lines) if line.strip()), "").rstrip(".")
     return f": {said[:200]}" if said else ""
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the process and what it started, and take its end."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..audio import MAX_AMPLITUDE, Resampler, Samples, pcm16
+from ..sound.pcm import MAX_AMPLITUDE, Samples, pcm16
+from ..sound.resampler import Resampler
 
 Encoding = Literal["audio/pcm", "pcm_f32le", "audio/pcmu", "audio/pcma"]
 
