@@ -32,7 +32,37 @@ TAKEN_DB = 12.0  # that the canceller takes where little but the echo is heard
 RISE_DB, FALL_DB = 0.04, 0.01  # of the threshold in a block: it settles over the loudest fifth of the remains
 
 WAITING_BLOCKS = 6000  # of either side
+STEADY_DBFS = -35.0  # a far side above it goes on
+SETTLE_MS = 120  # for which it must have: a room's path and its first reflections
+SILENT_DBFS = -95.0  # a near side below it is switched off, and tells nothing
+ABSENT_DB = 40.0  # that the near side is below the far side where there is no echo
+ABSENT_BLOCKS = 100  # of a far side that goes on
+
 SURPLUS_BLOCKS = 500  # of near sound (5 s) through which far sound always waited: then it waits needlessly
+
+
+class EchoPath:
+    """Tells whether the microphone hears the loudspeaker at all. With headphones it does not, and must not be touched:
+    a canceller that finds no echo takes the near speaker for one.
+
+    No echo is what a near side shows that stays 40 dB below a far side that goes on; it counts for a second of such.
+    """
+
+    def __init__(self, delay_ms: int = 0) -> None:
+        count = WINDOW_BLOCKS + (SETTLE_MS + delay_ms) // BLOCK_MS
+        self._far: deque[float] = deque([0.0] * count, count)
+        self._near = _Window()
+        self._absent_blocks = 0
+
+    def audible(self, far: Samples, near: Samples) -> bool:
+        """far and near (S,), the same 10 ms of each -> whether an echo has to be expected."""
+        self._far.append(_energy(far))
+        near_dbfs = self._near.level_dbfs(near)
+        far_dbfs = _dbfs(min(self._far))
+        if far_dbfs > STEADY_DBFS:
+            absent = SILENT_DBFS < near_dbfs < far_dbfs - ABSENT_DB
+            self._absent_blocks = ABSENT_BLOCKS if absent else max(self._absent_blocks - 1, 0)
+        return not self._absent_blocks
 
 
 class EchoGate:
@@ -45,18 +75,15 @@ class EchoGate:
     def __init__(self, delay_ms: int = 0) -> None:
         self._hang_blocks = (HANG_MS + delay_ms) // BLOCK_MS
         self._since_far = self._hang_blocks
-        self._near: deque[float] = deque([0.0] * WINDOW_BLOCKS, WINDOW_BLOCKS)
-        self._left: deque[float] = deque([0.0] * WINDOW_BLOCKS, WINDOW_BLOCKS)
+        self._near, self._left = _Window(), _Window()
         self.threshold_dbfs = START_DBFS
 
     def passes(self, far: Samples, near: Samples, left: Samples) -> bool:
         """far, near and cancelled near (S,), the same 10 ms of each -> whether the last is passed on."""
         self._since_far = 0 if _dbfs(_energy(far)) > SOUNDING_DBFS else self._since_far + 1
-        self._near.append(_energy(near))
-        self._left.append(_energy(left))
+        heard, level = self._near.level_dbfs(near), self._left.level_dbfs(left)
         if self._since_far > self._hang_blocks:
             return True
-        heard, level = (_dbfs(sum(window) / WINDOW_BLOCKS) for window in (self._near, self._left))
         if not self._since_far and heard - level >= TAKEN_DB:
             step = RISE_DB if level + MARGIN_DB > self.threshold_dbfs else -FALL_DB
             self.threshold_dbfs = min(max(self.threshold_dbfs + step, LEAST_DBFS), MOST_DBFS)
@@ -90,7 +117,7 @@ class EchoCanceller:
         if min(near_rate_hz, far_rate_hz) <= 0:
             raise InputError(f"Rates are positive, not {near_rate_hz} and {far_rate_hz} Hz.")
         self._delay_ms = min(max(delay_ms, 0), MOST_DELAY_MS)
-        self._gate = EchoGate(self._delay_ms)
+        self._path, self._gate = EchoPath(self._delay_ms), EchoGate(self._delay_ms)
         self._frame: Any = rtc.AudioFrame
         self._module: Any = rtc.AudioProcessingModule(
             echo_cancellation=True,
@@ -127,6 +154,8 @@ class EchoCanceller:
         while self._near:
             near = self._near.popleft()
             far = self._far.popleft() if self._far else np.zeros(BLOCK_SAMPLES, np.float32)
+            if not self._path.audible(far, near):
+                far = np.zeros_like(far)
             self._through(self._module.process_reverse_stream, far)
             self._module.set_stream_delay_ms(self._delay_ms)
             left = self._through(self._module.process_stream, near)
@@ -149,6 +178,18 @@ class EchoCanceller:
         frame = self._frame(bytearray(pcm16(block, PCM_SCALE).tobytes()), RATE_HZ, 1, BLOCK_SAMPLES)
         process(frame)
         return np.frombuffer(frame.data, np.int16).astype(np.float32) / PCM_SCALE
+
+
+class _Window:
+    """The level over the last 80 ms."""
+
+    def __init__(self) -> None:
+        self._energies: deque[float] = deque([0.0] * WINDOW_BLOCKS, WINDOW_BLOCKS)
+
+    def level_dbfs(self, block: Samples) -> float:
+        """With this block (S,) the last."""
+        self._energies.append(_energy(block))
+        return _dbfs(sum(self._energies) / WINDOW_BLOCKS)
 
 
 class _PromptResampler:
