@@ -1,7 +1,8 @@
 """The loudspeaker taken out of what the microphone hears: WebRTC's echo canceller, and a gate on what it leaves.
 
 The canceller is WebRTC's AEC3, from the optional package `livekit`. Before it has converged it leaves enough for a
-model to answer; while the loudspeaker sounds, the gate passes only what is louder than such remains.
+model to answer; while the loudspeaker sounds, the gate passes only what is louder than such remains. The far side must
+reach it before its echo does: far sound that is 20 ms late leaves 30 dB more.
 """
 
 from __future__ import annotations
@@ -12,82 +13,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..audio import Resampler, Samples, pcm16
 from ..errors import InputError
+from .echo_gate import BLOCK_MS, EchoGate, EchoPath
+from .pcm import Samples, floats, pcm16
+from .resampler import Resampler
 
 RATE_HZ = 16_000
-BLOCK_MS = 10  # what the library takes at a time
-BLOCK_SAMPLES = RATE_HZ * BLOCK_MS // 1000
+BLOCK_SAMPLES = RATE_HZ * BLOCK_MS // 1000  # what the library takes at a time
 PCM_SCALE = 32768
 MOST_DELAY_MS = 500  # that the library believes
-
-TAPS, CUTOFF = 63, 0.9  # of the far side's low-pass (1.4 ms at 22.05 kHz), in parts of 8 kHz
-
-WINDOW_BLOCKS = 8  # of a level: over less, peaks of the remains would pass
-HANG_MS = 240  # after the far side, in which the room still sounds
-SOUNDING_DBFS = -50.0  # a far side below it is not heard in the room
-START_DBFS, LEAST_DBFS, MOST_DBFS = -40.0, -46.0, -30.0  # of the threshold
-MARGIN_DB = 6.0  # of the threshold over the remains
-TAKEN_DB = 12.0  # that the canceller takes where little but the echo is heard
-RISE_DB, FALL_DB = 0.04, 0.01  # of the threshold in a block: it settles over the loudest fifth of the remains
-
-WAITING_BLOCKS = 6000  # of either side
-STEADY_DBFS = -35.0  # a far side above it goes on
-SETTLE_MS = 120  # for which it must have: a room's path and its first reflections
-SILENT_DBFS = -95.0  # a near side below it is switched off, and tells nothing
-ABSENT_DB = 40.0  # that the near side is below the far side where there is no echo
-ABSENT_BLOCKS = 100  # of a far side that goes on
-
+TAPS, CUTOFF = 63, 0.9  # of the far side's low-pass, in parts of 8 kHz
+HELD_SAMPLES = 48  # 3 ms of the near side: as much as the low-pass holds of the far side, or its block would be missing
+WAITING_BLOCKS = 60_000  # of far sound, ten minutes, that no near sound has followed
 SURPLUS_BLOCKS = 500  # of near sound (5 s) through which far sound always waited: then it waits needlessly
-
-
-class EchoPath:
-    """Tells whether the microphone hears the loudspeaker at all. With headphones it does not, and must not be touched:
-    a canceller that finds no echo takes the near speaker for one.
-
-    No echo is what a near side shows that stays 40 dB below a far side that goes on; it counts for a second of such.
-    """
-
-    def __init__(self, delay_ms: int = 0) -> None:
-        count = WINDOW_BLOCKS + (SETTLE_MS + delay_ms) // BLOCK_MS
-        self._far: deque[float] = deque([0.0] * count, count)
-        self._near = _Window()
-        self._absent_blocks = 0
-
-    def audible(self, far: Samples, near: Samples) -> bool:
-        """far and near (S,), the same 10 ms of each -> whether an echo has to be expected."""
-        self._far.append(_energy(far))
-        near_dbfs = self._near.level_dbfs(near)
-        far_dbfs = _dbfs(min(self._far))
-        if far_dbfs > STEADY_DBFS:
-            absent = SILENT_DBFS < near_dbfs < far_dbfs - ABSENT_DB
-            self._absent_blocks = ABSENT_BLOCKS if absent else max(self._absent_blocks - 1, 0)
-        return not self._absent_blocks
-
-
-class EchoGate:
-    """Tells which blocks of the cancelled near side are passed on: not those that hold an echo's remains alone.
-
-    While the far side sounds, and 240 ms and the delay longer, a block passes when the level over the last 80 ms is at
-    least `threshold_dbfs`. That follows the remains, seen where the canceller has taken most of the near side.
-    """
-
-    def __init__(self, delay_ms: int = 0) -> None:
-        self._hang_blocks = (HANG_MS + delay_ms) // BLOCK_MS
-        self._since_far = self._hang_blocks
-        self._near, self._left = _Window(), _Window()
-        self.threshold_dbfs = START_DBFS
-
-    def passes(self, far: Samples, near: Samples, left: Samples) -> bool:
-        """far, near and cancelled near (S,), the same 10 ms of each -> whether the last is passed on."""
-        self._since_far = 0 if _dbfs(_energy(far)) > SOUNDING_DBFS else self._since_far + 1
-        heard, level = self._near.level_dbfs(near), self._left.level_dbfs(left)
-        if self._since_far > self._hang_blocks:
-            return True
-        if not self._since_far and heard - level >= TAKEN_DB:
-            step = RISE_DB if level + MARGIN_DB > self.threshold_dbfs else -FALL_DB
-            self.threshold_dbfs = min(max(self.threshold_dbfs + step, LEAST_DBFS), MOST_DBFS)
-        return level >= self.threshold_dbfs
 
 
 class EchoCanceller:
@@ -127,8 +65,9 @@ class EchoCanceller:
         )
         self._far_in, self._near_in = _PromptResampler(far_rate_hz), Resampler(near_rate_hz, RATE_HZ)
         self._near_out = Resampler(RATE_HZ, near_rate_hz)
-        self._far = _Blocks()
-        self._near = _Blocks()
+        self._far, self._near = _Blocks(WAITING_BLOCKS), _Blocks()
+        self._near.push(np.zeros(HELD_SAMPLES, np.float32))
+        self._ahead = HELD_SAMPLES  # samples of those that are still to come out
         self._seen_blocks, self._least_waiting = 0, SURPLUS_BLOCKS
 
     def far(self, samples: npt.ArrayLike) -> None:
@@ -136,7 +75,7 @@ class EchoCanceller:
         self._far.push(self._far_in.push(samples))
 
     def near(self, samples: npt.ArrayLike) -> Samples:
-        """Samples (S,) that the microphone heard -> what of them is not echo (S',): whole blocks of 10 ms."""
+        """Samples (S,) that the microphone heard -> what of them is not echo (S',), as much as is ready."""
         self._near.push(self._near_in.push(samples))
         return self._near_out.push(self._cancelled())
 
@@ -163,15 +102,18 @@ class EchoCanceller:
             self._seen_blocks += 1
         if len(done) > 1:
             self._catch_up()
-        return np.concatenate(done)
+        whole = np.concatenate(done)
+        first = min(self._ahead, len(whole))
+        self._ahead -= first
+        return whole[first:]
 
     def _catch_up(self) -> None:
         """Where far sound always waited, its clock is the faster one: what waits needlessly would come too late."""
         self._least_waiting = min(self._least_waiting, len(self._far))
         if self._seen_blocks < SURPLUS_BLOCKS:
             return
-        for _ in range(self._least_waiting - 1):
-            self._through(self._module.process_reverse_stream, self._far.popleft())
+        for _ in range(self._least_waiting):
+            self._far.popleft()
         self._seen_blocks, self._least_waiting = 0, SURPLUS_BLOCKS
 
     def _through(self, process: Any, block: Samples) -> Samples:
@@ -180,42 +122,33 @@ class EchoCanceller:
         return np.frombuffer(frame.data, np.int16).astype(np.float32) / PCM_SCALE
 
 
-class _Window:
-    """The level over the last 80 ms."""
-
-    def __init__(self) -> None:
-        self._energies: deque[float] = deque([0.0] * WINDOW_BLOCKS, WINDOW_BLOCKS)
-
-    def level_dbfs(self, block: Samples) -> float:
-        """With this block (S,) the last."""
-        self._energies.append(_energy(block))
-        return _dbfs(sum(self._energies) / WINDOW_BLOCKS)
-
-
 class _PromptResampler:
     """Samples at any rate -> 16 kHz, at once: what a better filter holds back, its echo would overtake."""
 
     def __init__(self, rate_hz: int) -> None:
         import soxr
 
-        cutoff = min(CUTOFF * RATE_HZ / rate_hz, 1.0)
-        at = np.arange(TAPS) - (TAPS - 1) / 2
-        self._taps = (cutoff * np.sinc(cutoff * at) * np.hamming(TAPS)).astype(np.float32)
-        self._tail = np.zeros(TAPS - 1, np.float32)
+        cutoff, count = (CUTOFF * RATE_HZ / rate_hz, TAPS) if rate_hz > RATE_HZ else (1.0, 1)
+        at = np.arange(count) - (count - 1) / 2
+        self._taps = (cutoff * np.sinc(cutoff * at) * np.hamming(count)).astype(np.float32)
+        self._tail = np.zeros(count - 1, np.float32)
         self._stream: Any = soxr.ResampleStream(rate_hz, RATE_HZ, 1, dtype="float32", quality="QQ")
 
     def push(self, samples: npt.ArrayLike) -> Samples:
         """samples (S,) -> what is ready (S',)."""
-        heard = np.concatenate([self._tail, np.asarray(samples, np.float32)])
+        x = floats(samples)
+        if x.ndim != 1:
+            raise InputError(f"The far side is mono samples (S,), not an array of shape {x.shape}.")
+        heard = np.concatenate([self._tail, x])
         self._tail = heard[len(heard) - len(self._tail) :]
         return np.asarray(self._stream.resample_chunk(np.convolve(heard, self._taps, "valid")))
 
 
 class _Blocks(deque[Samples]):
-    """Samples of any number -> blocks (160,) of 10 ms, in a queue; of more than a minute the oldest are dropped."""
+    """Samples of any number -> blocks (160,) of 10 ms, in a queue; beyond `limit` the oldest are dropped."""
 
-    def __init__(self) -> None:
-        super().__init__(maxlen=WAITING_BLOCKS)
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__(maxlen=limit)
         self.rest = np.zeros(0, np.float32)  # less than a block
 
     def push(self, samples: Samples) -> None:
@@ -223,11 +156,3 @@ class _Blocks(deque[Samples]):
         count = len(whole) // BLOCK_SAMPLES
         self.extend(whole[: count * BLOCK_SAMPLES].reshape(count, BLOCK_SAMPLES))
         self.rest = whole[count * BLOCK_SAMPLES :]
-
-
-def _energy(samples: Samples) -> float:
-    return float(np.mean(np.square(samples)))
-
-
-def _dbfs(energy: float) -> float:
-    return 10 * float(np.log10(energy + 1e-12))
