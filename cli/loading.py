@@ -8,7 +8,7 @@ from .options import DEFAULT_MODEL
 from .render import note
 
 if TYPE_CHECKING:
-    from mlx_voicechat.model import VoiceChat
+    from mlx_voicechat.voicechat import VoiceChat
     from mlx_voicechat.weights.precision import Choice
 
 

@@ -30,7 +30,7 @@ from .render import HEADPHONES, LiveText, Output, note
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event
-    from mlx_voicechat.model import VoiceChat
+    from mlx_voicechat.voicechat import VoiceChat
 
     from .dialogue import Dialogue
 

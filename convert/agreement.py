@@ -13,9 +13,10 @@ import numpy as np
 
 from mlx_voicechat import assets
 from mlx_voicechat.errors import InputError, VoiceChatError
+from mlx_voicechat.frame import Frame
 from mlx_voicechat.gauges import memory
-from mlx_voicechat.model import Frame, VoiceChat, load
 from mlx_voicechat.sound.recordings import INPUT_RATE_HZ, read_all
+from mlx_voicechat.voicechat import VoiceChat, load
 from mlx_voicechat.weights import checkpoint, layout, precision
 from mlx_voicechat.weights.shards import Stored
 

@@ -16,7 +16,7 @@ from mlx_voicechat.gauges import memory, traffic
 from mlx_voicechat.gauges.bench import bench, count_frame, faint_noise, growth
 from mlx_voicechat.gauges.counting import BUFFER, FUNCTIONS, METHODS, counting
 from mlx_voicechat.gauges.profile import STAGES, FrameTiming
-from mlx_voicechat.model import VoiceChat, load
+from mlx_voicechat.voicechat import VoiceChat, load
 from mlx_voicechat.weights.config_file import read_config
 from mlx_voicechat.weights.shards import verify
 from tests.support.checkpoints import GOLDEN

@@ -20,8 +20,9 @@ from mlx_voicechat.convert import conversion, plans
 from mlx_voicechat.convert.source import Stored, open_source, tensors
 from mlx_voicechat.convert.writer import check_target
 from mlx_voicechat.errors import CheckpointError, HubError, InputError
-from mlx_voicechat.model import Frame, VoiceChat
+from mlx_voicechat.frame import Frame
 from mlx_voicechat.networks.ear_tts import EarTts
+from mlx_voicechat.voicechat import VoiceChat
 from mlx_voicechat.weights import checkpoint, hub, layout, text_table
 from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import places, verify

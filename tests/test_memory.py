@@ -16,8 +16,8 @@ from mlx_voicechat.cli import published
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.gauges.bench import networks_resident
 from mlx_voicechat.gauges.memory import Machine, announce
-from mlx_voicechat.model import load
 from mlx_voicechat.networks.cache import KvCache
+from mlx_voicechat.voicechat import load
 from mlx_voicechat.weights import synthetic
 from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import Stored, verify

@@ -21,7 +21,8 @@ import psutil
 from mlx.utils import tree_flatten
 
 from ..config import ModelConfig
-from ..model import Frame, VoiceChat, load
+from ..frame import Frame
+from ..voicechat import VoiceChat, load
 from ..weights import checkpoint
 from ..weights.config_file import read_config
 from ..weights.precision import Choice
