@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mlx_voicechat.config import ModelConfig
-from mlx_voicechat.gauges import memory
-from mlx_voicechat.gauges.memory import WIDTHS, Announced
+from mlx_voicechat.gauges.memory import WIDTHS, Announced, States
 from mlx_voicechat.weights.layout import NETWORKS, network
-from mlx_voicechat.weights.precision import llm_is_float32
 from mlx_voicechat.weights.shards import Stored
 
 OTHER = "other"  # tensors of no network
@@ -68,12 +66,11 @@ def _bits(entry: Mapping[str, Any]) -> int:
     return bits if isinstance(bits, int) and bits > 0 else 8
 
 
-def longest(config: ModelConfig, stored: Mapping[str, Stored], announced: Announced, available_bytes: int) -> Longest:
+def longest(config: ModelConfig, states: States, announced: Announced, available_bytes: int) -> Longest:
     """How long a conversation can be, in so much memory: keys and values grow with it.
 
     `announced`: of this checkpoint, with a conversation of any length.
     """
-    states = memory.States(config, llm_is_float32(stored))
     room = available_bytes - announced.loaded - announced.opening
     low, high = 0, LONGEST_FRAMES
     while low < high:  # the most frames that fit

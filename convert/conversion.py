@@ -16,7 +16,7 @@ from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import CheckpointError, InputError
 from mlx_voicechat.networks.ear_tts import EarTts
 from mlx_voicechat.networks.linear import product_of_many_rows
-from mlx_voicechat.text import Tokenizer, character_table
+from mlx_voicechat.text import character_table
 from mlx_voicechat.weights import checkpoint, layout, quantization, text_table
 from mlx_voicechat.weights.checkpoint import CONVERSION_KEY
 from mlx_voicechat.weights.config_file import parse_config
@@ -250,7 +250,7 @@ def _bytes(array: mx.array) -> memoryview:
 
 def _write_text_table(folder: Path, config: ModelConfig, source: Source, say: Say) -> None:
     """The table that `load` would make of what was just written; that of the source where it is the same."""
-    tts = text_side(folder, config, source.tokenizer)
+    tts = text_side(folder)
     characters = character_table(source.tokenizer)
     fingerprint, shape = text_table.fingerprint_of(tts, config.tts.characters, characters)
     table = text_table.read(source.folder / text_table.OWN_FILE, fingerprint, shape)
@@ -264,10 +264,11 @@ def _write_text_table(folder: Path, config: ModelConfig, source: Source, say: Sa
         file.write(_bytes(table), starts[entry.name])
 
 
-def text_side(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> EarTts:
-    """A TTS of which only the parts that the text table is made of have their weights."""
-    parameters = checkpoint.load_parameters(folder, config, tokenizer)
-    tts = EarTts(config.tts, config.llm.vocab_size)
-    made_of = [(layout.own_name(path), array) for path, array in parameters.items() if layout.TEXT_SIDE.match(path)]
+def text_side(folder: Path) -> EarTts:
+    """The TTS of the checkpoint in `folder`, of which only the parts that the text table is made of have weights."""
+    opened = checkpoint.open_folder(folder)
+    tts = EarTts(opened.config.tts, opened.config.llm.vocab_size)
+    parameters = opened.parameters().items()
+    made_of = [(layout.own_name(path), array) for path, array in parameters if layout.TEXT_SIDE.match(path)]
     tts.load_weights(made_of, strict=False)
     return tts

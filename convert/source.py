@@ -19,7 +19,7 @@ from mlx_voicechat.text import Tokenizer
 from mlx_voicechat.weights import checkpoint, hub, layout
 from mlx_voicechat.weights.config_file import is_original, parse_config, read_json
 from mlx_voicechat.weights.hub_cache import COMMIT
-from mlx_voicechat.weights.shards import files, places, some_of
+from mlx_voicechat.weights.shards import Stored, some_of, verify
 
 from .plans import Facts, Quantised, known_settings
 from .runtime_config import SPECIAL_TOKENS, runtime_config
@@ -44,17 +44,9 @@ TYPES: dict[str, tuple[Any, mx.Dtype]] = {
 INTEGER_TYPES = ("I64", "I32", "U32", "U8")
 
 
-class Stored(NamedTuple):
-    """One tensor in its file: axes as stored, and its first byte."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-    start: int
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(TYPES[self.dtype][0]).itemsize
+def stored_bytes(entry: Stored) -> int:
+    """What a tensor takes in its file."""
+    return math.prod(entry.shape) * np.dtype(TYPES[entry.dtype][0]).itemsize
 
 
 @dataclass(frozen=True)
@@ -128,7 +120,7 @@ class Source:
         entry = tensor.parts[part]
         torch = self.layout != "ours" and part == ""
         count = entry.shape[0] if entry.shape else 1
-        width = entry.bytes // max(1, count)
+        width = stored_bytes(entry) // max(1, count)
         at_once = count if self.read_whole(tensor) else rows or BLOCK_BYTES // max(1, width)
         for row, some in _runs(count, at_once):
             yield Block(row, self._rows(entry, row, some, name if torch else None))
@@ -197,7 +189,7 @@ def open_source(
     else:
         beside, beside_revision = folder, source_revision
     words = Tokenizer(beside)
-    stored = {name: Stored(file, *entry) for file in files(folder) for name, entry in places(folder / file).items()}
+    stored = verify(folder)
     if kind == "nvidia":
         raw = _translate(raw, folder, beside, words, stored)
     config = parse_config(raw, str(folder / "config.json"), {name: entry.shape for name, entry in stored.items()})
@@ -250,7 +242,7 @@ def _public_name(folder: Path) -> str:
 def _layout(raw: Mapping[str, Any], folder: Path) -> Layout:
     if is_original(raw):
         return "nvidia"
-    return "ours" if checkpoint.stored_format(folder) else "mlx-community"
+    return "ours" if checkpoint.stored_format(raw, folder) else "mlx-community"
 
 
 def _translate(

@@ -19,7 +19,7 @@ from .networks.codec import replace_control_codes
 from .networks.rnnt import GreedyDecoder
 from .networks.tree import Networks
 from .text import Tokenizer, character_table
-from .weights import checkpoint, text_table
+from .weights import checkpoint, layout, text_table
 from .weights.precision import Plan
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class Model:
         self.name = name
         self.config = config
         self.tokenizer = tokenizer
-        self.voices = checkpoint.voice_names(parameters)
+        self.requantised = requantise
+        self.voices = layout.voices(parameters)
         networks = Networks(config)
         checkpoint.build(networks, parameters, config, requantise)
         self._voices = {voice: checkpoint.voice(parameters, voice, config) for voice in self.voices}

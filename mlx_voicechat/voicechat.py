@@ -16,10 +16,8 @@ from .frame import Frame
 from .gauges import memory
 from .model import BLOCK_FRAMES, Model
 from .session import Noise, Session, checked_number
-from .text import Tokenizer
 from .weights import checkpoint
-from .weights.config_file import read_config
-from .weights.precision import Choice, check_choice
+from .weights.precision import Choice, check_choice, llm_is_float32
 
 CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
 CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
@@ -132,18 +130,29 @@ def load(
     `say` gets notices: the size of a download, too little memory. Raises CheckpointError, HubError and InputError.
     """
     check_choice(speech_weights)
-    cache_bytes = memory.tts_cache_bytes(kv_cache)
-    folder = checkpoint.find(model, say)
-    config = read_config(folder)
-    tokenizer = Tokenizer(folder)
-    parameters = checkpoint.load_parameters(folder, config, tokenizer)
+    memory.kv_cache_type(kv_cache)
+    return load_opened(str(model), checkpoint.open_model(model, say), say, compile, speech_weights, kv_cache)
+
+
+def load_opened(
+    name: str,
+    opened: checkpoint.Checkpoint,
+    say: Callable[[str], None] = checkpoint.print_notice,
+    compile: bool | None = None,
+    speech_weights: Choice | None = None,
+    kv_cache: str = "f32",
+) -> VoiceChat:
+    """`load` of a checkpoint that is open already; `name` is what it is called."""
+    config, stored = opened.config, opened.stored
+    parameters = opened.parameters()
     limit_buffer_cache()
-    requantise = memory.speech_plan(config, parameters.stored, speech_weights, cache_bytes)
-    warning = memory.shortfall(config, parameters.stored, memory.machine(), requantise, cache_bytes)
+    states = memory.States(config, llm_is_float32(stored), kv_cache)
+    requantise = memory.speech_plan(config, stored, speech_weights, states)
+    warning = memory.shortfall(config, stored, memory.machine(), requantise, states)
     if warning is not None:
         say(warning)
-    loaded = VoiceChat(str(model), config, tokenizer, parameters, say, requantise)
-    loaded.tts.cache_dtype = mx.bfloat16 if kv_cache == "bf16" else None
+    loaded = VoiceChat(name, config, opened.tokenizer, parameters, say, requantise)
+    loaded.tts.cache_dtype = memory.kv_cache_type(kv_cache)
     on_gpu = mx.default_device().type == mx.gpu
     if (on_gpu if compile is None else compile) and not loaded.compile():
         say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")

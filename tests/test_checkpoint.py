@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 
 def load(folder: Path) -> tuple[Networks, checkpoint.Parameters, ModelConfig]:
     config = read_config(folder)
-    parameters = checkpoint.load_parameters(folder, config)
+    parameters = replace(checkpoint.open_folder(folder), config=config).parameters()
     networks = Networks(config)
     checkpoint.build(networks, parameters, config)
     return networks, parameters, config
@@ -156,7 +156,7 @@ def test_a_broken_download(tmp_path: Path, how: str, words: list[str]) -> None:
     folder = copy_of("tiny-4bit", tmp_path)
     damage(folder, how)
     refused(lambda: verify(folder), *words)
-    refused(lambda: checkpoint.load_parameters(folder, read_config(folder)), *words)
+    refused(lambda: checkpoint.open_folder(folder).parameters(), *words)
 
 
 # -- load ---------------------------------------------------------------------------------------------------------
@@ -270,8 +270,8 @@ def test_a_speaker_that_the_checkpoint_lacks(tmp_path: Path) -> None:
 
 def test_voices() -> None:
     config = read_config(GOLDEN / "tiny-f32")
-    parameters = checkpoint.load_parameters(GOLDEN / "tiny-f32", config)
-    assert checkpoint.voice_names(parameters) == ["Aria"]
+    parameters = replace(checkpoint.open_folder(GOLDEN / "tiny-f32"), config=config).parameters()
+    assert layout.voices(parameters) == ["Aria"]
     assert checkpoint.voice(parameters, "Aria", config).shape == (1, config.tts.prompt_frames, config.tts.hidden_size)
     refused(lambda: checkpoint.voice(parameters, "aria", config), "'aria'", "Voices: Aria", kind=InputError)
     longer = replace(config, tts=replace(config.tts, prompt_frames=13))

@@ -35,7 +35,7 @@ def networks(folder: Path, requantise: Plan) -> dict[str, nn.Module]:
     """All modules of a loaded checkpoint by path."""
     config = read_config(folder)
     tree = Networks(config)
-    checkpoint.build(tree, checkpoint.load_parameters(folder, config), config, requantise)
+    checkpoint.build(tree, checkpoint.open_folder(folder).parameters(), config, requantise)
     return dict(tree.named_modules())
 
 
@@ -175,9 +175,9 @@ def test_announced_bytes_are_those_held(name: str, choice: str) -> None:
             own = sum(module[part].nbytes for part in ("weight", "scales", "biases"))
             assert own == sum(held_bytes(headers[part], chosen[part]) for part in names(path))
     tree = Networks(config := read_config(folder))
-    checkpoint.build(tree, parameters := checkpoint.load_parameters(folder, config), config, chosen)
+    checkpoint.build(tree, parameters := checkpoint.open_folder(folder).parameters(), config, chosen)
     flat: Any = tree_flatten(tree.parameters())
-    voices = sum(parameters[layout.VOICE_PREFIX + v].nbytes for v in checkpoint.voice_names(parameters))
+    voices = sum(parameters[layout.VOICE_PREFIX + v].nbytes for v in layout.voices(parameters))
     total = sum(array.nbytes for _, array in flat) + voices
     assert sum(memory.held(path, headers[path], chosen) for path in headers) == total
 
@@ -204,7 +204,7 @@ def test_loading_takes_the_final_size_and_one_layer(
 ) -> None:
     monkeypatch.setattr(checkpoint, "STEP_BYTES", 2**20)
     folder, config = wide
-    parameters = checkpoint.load_parameters(folder, config)
+    parameters = replace(checkpoint.open_folder(folder), config=config).parameters()
     tree = Networks(config)
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -223,7 +223,7 @@ def test_loading_takes_the_final_size_and_one_layer(
 def test_float32_is_the_stored_value_and_eight_bits_are_near_it() -> None:
     folder = GOLDEN / "tiny-bf16"
     exact, packed = (networks(folder, plan(verify(folder), choice)) for choice in ("f32", "q8"))
-    parameters = checkpoint.load_parameters(folder, read_config(folder))
+    parameters = checkpoint.open_folder(folder).parameters()
     for path, layer in packed.items():
         if isinstance(layer, nn.QuantizedLinear) and path.startswith(("stt_model.perception", "tts_model")):
             weight: Any = exact[path].weight

@@ -37,7 +37,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(folder: Path) -> tuple[Networks, checkpoint.Parameters, ModelConfig]:
     config = read_config(folder)
-    parameters = checkpoint.load_parameters(folder, config)
+    parameters = checkpoint.open_folder(folder).parameters()
     networks = Networks(config)
     checkpoint.build(networks, parameters, config)
     return networks, parameters, config
@@ -111,7 +111,7 @@ def test_the_same_seed_gives_the_same_bytes(small: Path, tmp_path: Path) -> None
 def test_a_small_one_loads_whole(small: Path) -> None:
     networks, parameters, config = build(small)
     assert config.synthetic
-    assert checkpoint.voice_names(parameters) == ["Aria", "Sofia"]
+    assert layout.voices(parameters) == ["Aria", "Sofia"]
     for voice in ("Aria", "Sofia"):
         latents = checkpoint.voice(parameters, voice, config)
         assert latents.shape == (1, config.tts.prompt_frames, config.tts.hidden_size)

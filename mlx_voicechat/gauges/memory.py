@@ -61,15 +61,15 @@ class Announced:
         return self.loaded + self.opening + sum(self.session.values())
 
 
-TTS_CACHE_BYTES = {"f32": 4, "bf16": 2}  # of a number in the TTS's attention caches, by the name of the choice
+KV_TYPES = {"f32": None, "bf16": mx.bfloat16}  # of the TTS's attention caches, by the name of the choice; None: as made
 
 
-def tts_cache_bytes(choice: str) -> int:
-    """Bytes of a number for `f32` or `bf16`; raises InputError for any other word."""
-    if choice not in TTS_CACHE_BYTES:
-        known = " or ".join(TTS_CACHE_BYTES)
+def kv_cache_type(choice: str) -> mx.Dtype | None:
+    """What the TTS's caches store for `f32` or `bf16`; raises InputError for any other word."""
+    if choice not in KV_TYPES:
+        known = " or ".join(KV_TYPES)
         raise InputError(f"Keys and values cannot be held as {choice!r}.", f"Choose {known}.")
-    return TTS_CACHE_BYTES[choice]
+    return KV_TYPES[choice]
 
 
 class Machine(NamedTuple):
@@ -85,18 +85,18 @@ def announce(
     frames: int,
     prompt_tokens: int = 0,
     requantise: Plan = AS_STORED,
-    tts_cache_bytes: int = FLOAT,
+    states: States | None = None,
 ) -> Announced:
     """What the checkpoint with these headers takes, with one conversation of `frames` frames after a system prompt.
 
-    `requantise`: the layers that loading quantises, as in `model.load` (`speech_plan`). `tts_cache_bytes`: of a number
-    in the TTS's attention caches.
+    `requantise`: the layers that loading quantises, as in `load` (`speech_plan`). `states`: what a conversation keeps,
+    for who has asked before or wants narrower caches.
     """
     weights, float32_llm = dict.fromkeys(layout.NETWORKS, 0), llm_is_float32(stored)
     for name, tensor in stored.items():
         if (network := layout.network(name)) is not None:  # others are a fault that loading reports
             weights[network] += held(name, tensor, requantise, float32_llm)
-    states = States(config, float32_llm, tts_cache_bytes)
+    states = states or States(config, float32_llm)
     opening = states.session(0, prompt_tokens)
     return Announced(
         weights=weights,
@@ -109,12 +109,13 @@ def announce(
 
 
 def speech_plan(
-    config: ModelConfig, stored: Mapping[str, Stored], choice: str | None, tts_cache_bytes: int = FLOAT
+    config: ModelConfig, stored: Mapping[str, Stored], choice: str | None, states: States | None = None
 ) -> Plan:
-    """The layers that `model.load` quantises for `choice` (f32, q8 or None) on this machine; raises InputError."""
-    frames = round(LONG_SECONDS / config.frame_seconds)
-    needed = announce(config, stored, frames, tts_cache_bytes=tts_cache_bytes).total
-    return plan(stored, choice, fits(needed, machine().total))
+    """The layers that `load` quantises for `choice` (f32, q8 or None) on this machine; raises InputError."""
+    if choice is not None:
+        return plan(stored, choice)
+    needed = announce(config, stored, round(LONG_SECONDS / config.frame_seconds), states=states).total
+    return plan(stored, None, fits(needed, machine().total))
 
 
 def held(name: str, tensor: Stored, requantise: Plan = AS_STORED, float32_llm: bool = False) -> int:
@@ -145,14 +146,14 @@ def constants(config: ModelConfig) -> int:
 class States:
     """What a conversation keeps, asked of the networks: their states, built lazily, so that nothing is allocated."""
 
-    def __init__(self, config: ModelConfig, float32_llm: bool, tts_cache_bytes: int = FLOAT) -> None:
+    def __init__(self, config: ModelConfig, float32_llm: bool, kv_cache: str = "f32") -> None:
         self.config = config
         tree = Networks(config)
         self.language, self.tts = tree.stt_model, tree.tts_model.tts_model
         self.rnnt = GreedyDecoder(self.language.rnnt_decoder, self.language.rnnt_joint, config.rnnt)
         norm = self.language.llm.norm_f
         norm.weight = norm.weight.astype(mx.float32 if float32_llm else mx.bfloat16)
-        self.tts.cache_dtype = mx.bfloat16 if tts_cache_bytes < FLOAT else None
+        self.tts.cache_dtype = kv_cache_type(kv_cache)
 
     def session(self, frames: int, prompt_tokens: int = 0) -> dict[str, int]:
         """Bytes after so many frames, by network. Views count with the buffer that they keep."""
@@ -220,11 +221,11 @@ def shortfall(
     stored: Mapping[str, Stored],
     have: Machine,
     requantise: Plan = AS_STORED,
-    tts_cache_bytes: int = FLOAT,
+    states: States | None = None,
 ) -> str | None:
     """A warning when a checkpoint and a short conversation do not fit, with what would; None when they do."""
     frames = round(SHORT_SECONDS / config.frame_seconds)
-    needed = announce(config, stored, frames, requantise=requantise, tts_cache_bytes=tts_cache_bytes).total
+    needed = announce(config, stored, frames, requantise=requantise, states=states).total
     if needed <= have.available:
         return None
     smaller = {bits: needed - saved for bits in PUBLISHED_BITS if (saved := _saved(config, stored, bits, frames)) > 0}

@@ -37,7 +37,7 @@ def traffic(
     stored: Mapping[str, Stored],
     positions: int,
     requantise: Plan = AS_STORED,
-    tts_cache_bytes: int = FLOAT,
+    states: States | None = None,
 ) -> dict[str, int]:
     """Bytes a frame by stage, after `positions` positions of the timeline; the options are `memory.announce`'s."""
     float32_llm = llm_is_float32(stored)
@@ -49,7 +49,7 @@ def traffic(
 
     moved = {stage: of(stage, pattern) for stage, pattern in ONCE.items()}
     encoder, tts, codec = config.encoder, config.tts, config.codec
-    states = States(config, float32_llm, tts_cache_bytes)
+    states = states or States(config, float32_llm)
     language, speech = states.language_state(positions), states.tts_state(positions)
     moved["perception"] += FLOAT * encoder.n_layers * encoder.d_model * (3 * encoder.left_frames + 1)
     moved["language"] += 2 * of("language", EMBEDDING) // config.llm.vocab_size

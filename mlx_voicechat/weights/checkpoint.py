@@ -1,13 +1,15 @@
 """Find, verify, read and check a checkpoint, and load it into a tree of modules.
 
-`find` -> `config.read_config` -> `load_parameters` -> `build` is the whole way; nothing is read from disk but headers
-before `build` has checked every name and shape. The rules are those of the specification's checkpoint page.
+`open_model` -> `Checkpoint.parameters` -> `build` is the whole way; nothing is read from disk but headers before
+`build` has checked every name and shape. The rules are those of the specification's checkpoint page.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +23,7 @@ from ..config import ModelConfig
 from ..errors import CheckpointError, InputError
 from ..text import Tokenizer
 from . import hub, layout, precision
-from .config_file import read_json
+from .config_file import check_kind, parse_config, read_json
 from .hub import print_notice
 from .shards import Stored, some_of, verify
 
@@ -68,34 +70,79 @@ def find(model: str | Path, say: Callable[[str], None] = print_notice) -> Path:
     )
 
 
-def load_parameters(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None = None) -> Parameters:
-    """Parameters by module path in MLX layouts and computing types; lazy, so that unused tensors are never read.
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: what its config.json and its files' headers say, read once.
 
-    `tokenizer` is the folder's, for a caller that has read it already.
-    Raises CheckpointError: files absent or broken, a newer format, a tokenizer or a speaker at odds with the config.
+    No weight is read before `build` evaluates what `parameters` gives.
     """
+
+    folder: Path
+    raw: Mapping[str, Any]  # config.json as it stands
+    stored: Mapping[str, Stored]
+    config: ModelConfig
+
+    @property
+    def format(self) -> int:
+        """0 for PyTorch tensor layouts (mlx-community), else our format's version; CheckpointError for a newer one."""
+        return stored_format(self.raw, self.folder)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files with weights."""
+        return sorted({entry.file for entry in self.stored.values()})
+
+    @property
+    def voices(self) -> list[str]:
+        return layout.voices(self.stored)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises CheckpointError when it is absent, broken or another model's."""
+        tokenizer = Tokenizer(self.folder)
+        check_tokenizer(tokenizer, self.folder, self.config)
+        return tokenizer
+
+    def parameters(self) -> Parameters:
+        """Parameters by module path in MLX layouts and computing types; lazy, so that unused tensors are never read.
+
+        Raises CheckpointError: a file broken, a newer format, a tokenizer or a speaker at odds with the config.
+        """
+        torch_layout = self.format == 0
+        _ = self.tokenizer  # what is wrong with it is said first
+        weights: dict[str, mx.array] = {}
+        for file in self.files:
+            weights |= _read(self.folder / file)
+        whole = {name: array for name, array in weights.items() if _fits(name, weights, self.stored, self.config)}
+        assembled = layout.assemble(whole, torch_layout)
+        wide = precision.llm_is_float32(self.stored)
+        settled = {path: layout.settle(path, array, wide) for path, array in assembled.items()}
+        if self.config.speaker not in (voices := layout.voices(settled)):
+            raise CheckpointError(
+                f"{self.folder}: the speaker of config.json, {self.config.speaker!r}, has no {layout.VOICE_PREFIX}* "
+                "of its own.",
+                f"Voices in this checkpoint: {', '.join(voices) or 'none'}.",
+            )
+        return Parameters(settled, self.folder, self.stored)
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """Open the checkpoint in a folder; raises what `read_json`, `shards.verify` and `parse_config` raise."""
+    raw, where = read_json(folder), str(folder / "config.json")
+    check_kind(raw, where)
     stored = verify(folder)
-    torch_layout = stored_format(folder) == 0
-    check_tokenizer(tokenizer or Tokenizer(folder), folder, config)
-    weights: dict[str, mx.array] = {}
-    for file in sorted({entry.file for entry in stored.values()}):
-        weights |= _read(folder / file)
-    whole = {name: array for name, array in weights.items() if _fits(name, weights, stored, config)}
-    assembled = layout.assemble(whole, torch_layout)
-    wide = precision.llm_is_float32(stored)
-    settled = {path: layout.settle(path, array, wide) for path, array in assembled.items()}
-    parameters = Parameters(settled, folder, stored)
-    if config.speaker not in (voices := voice_names(parameters)):
-        raise CheckpointError(
-            f"{folder}: the speaker of config.json, {config.speaker!r}, has no {layout.VOICE_PREFIX}* of its own.",
-            f"Voices in this checkpoint: {', '.join(voices) or 'none'}.",
-        )
-    return parameters
+    config = parse_config(raw, where, {name: tensor.shape for name, tensor in stored.items()})
+    return Checkpoint(folder, raw, stored, config)
 
 
-def stored_format(folder: Path) -> int:
-    """0 for PyTorch tensor layouts (mlx-community), else our format's version; a newer one raises CheckpointError."""
-    version = read_json(folder).get(FORMAT_KEY, 0)
+def open_model(model: str | Path, say: Callable[[str], None] = print_notice) -> Checkpoint:
+    """`find`, then `open_folder`."""
+    return open_folder(find(model, say))
+
+
+def stored_format(raw: Mapping[str, Any], folder: Path) -> int:
+    """See `Checkpoint.format`; `raw` is the config.json in `folder`."""
+    version = raw.get(FORMAT_KEY, 0)
     if not isinstance(version, int) or not 0 <= version <= FORMAT_VERSION:
         raise CheckpointError(
             f"{folder}: {FORMAT_KEY} is {version!r}, this program reads up to {FORMAT_VERSION}.",
@@ -194,15 +241,10 @@ def _requantise(module: nn.Module, parameters: Parameters, chosen: Mapping[str, 
         parameters |= {f"{layer}.{name}": array for name, array in zip(names, packed, strict=True)}
 
 
-def voice_names(parameters: Mapping[str, mx.array]) -> list[str]:
-    """Names of the voices that a checkpoint holds."""
-    return layout.voices(parameters)
-
-
 def voice(parameters: Mapping[str, mx.array], name: str, config: ModelConfig) -> mx.array:
     """The stored latents (1, P, W) of a voice; InputError lists the names when there is none of this name."""
-    if name not in voice_names(parameters):
-        raise InputError(f"There is no voice {name!r}.", f"Voices: {', '.join(voice_names(parameters))}.")
+    if name not in layout.voices(parameters):
+        raise InputError(f"There is no voice {name!r}.", f"Voices: {', '.join(layout.voices(parameters))}.")
     latents = parameters[layout.VOICE_PREFIX + name]
     expected = (1, config.tts.prompt_frames, config.tts.hidden_size)
     if tuple(latents.shape) != expected:

@@ -49,7 +49,7 @@ def read_config(folder: Path) -> ModelConfig:
     Raises CheckpointError that lists everything missing or at odds, and what `shards.verify` raises.
     """
     raw, where = read_json(folder), str(folder / "config.json")
-    _check_kind(raw, where)
+    check_kind(raw, where)
     return parse_config(raw, where, {name: entry.shape for name, entry in verify(folder).items()})
 
 
@@ -82,7 +82,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", shapes: Sha
 
     `shapes`: of the tensors that go with it; which layers are quantised follows from them, and what `raw` leaves out.
     """
-    _check_kind(raw, where)
+    check_kind(raw, where)
     reader = Reader(raw)
     config = _model(reader, shapes or {})
     faults = reader.wrong + ([] if reader.missing or reader.wrong else _contradictions(config))
@@ -107,7 +107,8 @@ def is_original(raw: Mapping[str, Any]) -> bool:
     return raw.get("model_type") is None and bool({"model", "data"} & raw.keys())
 
 
-def _check_kind(raw: Mapping[str, Any], where: str) -> None:
+def check_kind(raw: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError unless it is a runtime config of a version that this program reads."""
     kind = raw.get("model_type")
     if is_original(raw):
         raise CheckpointError(
