@@ -16,17 +16,21 @@ import pytest
 import soundfile as sf
 
 import mlx_voicechat
-from mlx_voicechat import assets, checkpoint, diagnosis, hub_cache, inventory, memory, published, synthetic
+from mlx_voicechat import assets
+from mlx_voicechat.cli import diagnosis, published
 from mlx_voicechat.cli.info import describe
 from mlx_voicechat.config import check_config, parse_config, read_config
 from mlx_voicechat.convert import agreement, conversion, plans
 from mlx_voicechat.convert.source import open_source
 from mlx_voicechat.convert.writer import check_target
 from mlx_voicechat.errors import CheckpointError
-from mlx_voicechat.measure import networks_resident
-from mlx_voicechat.model import BLOCK_FRAMES, Answer, Networks, VoiceChat
-from mlx_voicechat.shards import Stored, verify
+from mlx_voicechat.gauges import memory
+from mlx_voicechat.gauges.bench import networks_resident
+from mlx_voicechat.model import BLOCK_FRAMES, Networks
 from mlx_voicechat.text import Tokenizer
+from mlx_voicechat.voicechat import Answer, VoiceChat
+from mlx_voicechat.weights import checkpoint, hub_cache, inventory, synthetic
+from mlx_voicechat.weights.shards import Stored, verify
 from tests.support.checkpoints import GOLDEN, copy_of, edit_json, rewrite, tensors_of
 
 BASES = ("tiny-4bit", "tiny-8bit")
