@@ -25,8 +25,9 @@ from mlx_voicechat.convert.writer import check_target
 from mlx_voicechat.errors import CheckpointError
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.gauges.bench import networks_resident
-from mlx_voicechat.model import BLOCK_FRAMES, Answer, VoiceChat
+from mlx_voicechat.model import BLOCK_FRAMES
 from mlx_voicechat.networks.tree import Networks
+from mlx_voicechat.voicechat import Answer, VoiceChat
 from mlx_voicechat.weights import checkpoint, hub_cache, layout, precision, synthetic
 from mlx_voicechat.weights.config_file import check_config, parse_config, read_config
 from mlx_voicechat.weights.shards import Stored, verify
