@@ -95,7 +95,6 @@ def bench(
     started = time.perf_counter()
     session = loaded.session(profile=True)
     opening = time.perf_counter() - started
-    profile = _profile(session.profile)
     resident_at_start = resident()
     for done in range(1, frames + 1):
         session.push(next(noise), config.input_rate_hz)
@@ -104,10 +103,11 @@ def bench(
             break
     gc.collect()
 
+    profile = _profile(session.profile)
     summary = profile.summary()
     states = memory.States(config, llm_is_float32(stored), kv_cache)
-    announced = memory.announce(config, stored, session.frames, requantise=plan, states=states)
-    figures = _memory(loading, announced) | {"resident": networks_resident(loaded, loading.bytes)}
+    figures = _memory(loading, memory.announce(config, stored, session.frames, requantise=plan, states=states))
+    figures["resident"] = networks_resident(loaded, loading.bytes)
     figures["process"] |= {"first_frame_bytes": resident_at_start, "last_frame_bytes": resident()}
     bandwidth = bandwidth_gbps or traffic.measured_bandwidth()
     report: dict[str, Any] = {
@@ -121,10 +121,9 @@ def bench(
         "memory": figures,
         "floor": floor(traffic.traffic(config, stored, session.frames, plan, states), bandwidth, summary["stages"]),
         "bandwidth": {"gbps": bandwidth, "measured": bandwidth_gbps is None},
+        **({"sub_stages": sub_stages} if sub_stages is not None else {}),
+        "notes": [*summary["notes"], *_notes(counted)],
     }
-    if sub_stages is not None:
-        report["sub_stages"] = sub_stages
-    report["notes"] = [*summary["notes"], *_notes(counted)]
     return report, profile.every_frame()
 
 
