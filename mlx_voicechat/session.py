@@ -27,7 +27,18 @@ from .events import (
     TextDelta,
     TranscriptDelta,
 )
-from .frame import NO_FORCE, Calls, Draws, Frame, FrameRequest, Override, PositionsRequest, Request, SpeechRequest
+from .frame import (
+    NO_FORCE,
+    Calls,
+    Draws,
+    Frame,
+    FrameRequest,
+    Heard,
+    Override,
+    PositionsRequest,
+    Request,
+    SpeechRequest,
+)
 from .gauges.profile import Profile
 from .hearing import Hearing, Piece
 from .noise import given_draws, seeded_draws
@@ -215,7 +226,7 @@ class Session:
         BOS opens the agent's turn, EOS ends it, PAD keeps it silent. Several function ids are taken one a position.
         """
         self._require_open()
-        several = function if isinstance(function, list | tuple) else [] if function is None else [function]
+        several: list[Any] = list(function) if isinstance(function, list | tuple) else [function]
         vocabulary = self.model.config.llm.vocab_size
         for name, token in [("text", text), *(("function", each) for each in several)]:
             valid = isinstance(token, int | np.integer) and not isinstance(token, bool) and 0 <= token < vocabulary
@@ -332,13 +343,14 @@ class Session:
             return None
         zero = self._turns.zero_frame(self._hearing.waits_in_turn)
         ahead = 1 if self._turns.application else min(block_frames, self.model.block_frames)
-        piece = self._hearing.next_piece(
-            zero, ahead, lambda samples: self.model.hear(mx.array(samples)[None], self.state)
-        )
+        piece = self._hearing.next_piece(zero, ahead, self._hear)
         draws = self._draws(self.state.steps) if self.state.position else None
         if channel is not None and channel.stands_still and draws is not None:
             return SpeechRequest(piece.heard, draws, channel.cycle.spoken)
         return FrameRequest(piece.heard, draws, self._override())
+
+    def _hear(self, samples: np.ndarray) -> list[Heard]:
+        return self.model.hear(mx.array(samples)[None], self.state)
 
     @property
     def _frame_waits(self) -> bool:
@@ -357,8 +369,8 @@ class Session:
         text = self._forced_text if text is None else text
         if function is None and self._forced_functions:
             function = self._forced_functions[0]
-        ids = (NO_FORCE if token is None else token for token in (text, function, spoken))
-        return Override(*ids, turns.held_back, calls)
+        text, function = (NO_FORCE if token is None else token for token in (text, function))
+        return Override(text, function, spoken, turns.held_back, calls)
 
     def _draws(self, step: int) -> Draws:
         """The sampler's noise of one TTS step: the caller's, or drawn from the seed and the step alone."""
@@ -406,7 +418,8 @@ class Session:
     def _take(self, outcome: Frame | int) -> None:
         request, self._request = self._request, None
         if isinstance(request, PositionsRequest):
-            assert self._channel is not None and isinstance(outcome, int)
+            assert self._channel is not None
+            assert isinstance(outcome, int)
             if request.function_ids and not self._channel.run_ids:
                 self._forced_functions.popleft()
             for token in request.function_ids or (outcome,):
@@ -414,7 +427,8 @@ class Session:
                 self._undelivered.extend(self._channel.cycle.took(token, self.frames - 1))
             self._watch_repetition()
             return
-        assert isinstance(outcome, Frame) and request is not None
+        assert isinstance(outcome, Frame)
+        assert request is not None
         piece = self._hearing.done()
         if not np.isfinite(outcome.samples).all():
             raise VoiceChatError(
