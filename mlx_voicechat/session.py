@@ -67,6 +67,8 @@ class Session:
         config = model.config
         self.model = model
         self.options = options
+        self.seed = int(options.seed)
+        self.max_seconds = None if options.max_seconds is None else float(options.max_seconds)
         self.profile = Profile(config.budget_ms) if options.profile else None
         self.frames = 0
         self.closed = False
@@ -74,7 +76,7 @@ class Session:
         self._text = IncrementalDecoder(model.tokenizer)
         self._function = IncrementalDecoder(model.tokenizer)
         self._new_transcript()
-        self._hearing = Hearing(config.frame_samples_in, config.input_rate_hz, options.max_seconds)
+        self._hearing = Hearing(config.frame_samples_in, config.input_rate_hz, self.max_seconds)
         self._undelivered: deque[Event] = deque()  # of frames that are done
         self._busy = False
         self._request: Request | None = None
@@ -93,7 +95,7 @@ class Session:
         prompt = config.default_system_prompt if options.system_prompt is None else options.system_prompt
         prompt = prompt_with_tools(prompt, options.tools, options.tool_key_order)
         scale = config.tts.guidance_scale if options.guidance_scale is None else float(options.guidance_scale)
-        seed = int(options.seed) if options.noise is None else None
+        seed = self.seed if options.noise is None else None
         self._opening = model.open(prompt, options.voice, scale, self._draws, seed, options.prompt_copies)
 
     def open(self) -> Generator[None, None, None]:
@@ -179,9 +181,7 @@ class Session:
         """Add samples as `push` does, and run nothing: `step` does."""
         self._require_idle()
         if self.limited:
-            raise LimitError(
-                f"The session's limit of {self.options.max_seconds:g} s is reached.", "Open a new session."
-            )
+            raise LimitError(f"The session's limit of {self.max_seconds:g} s is reached.", "Open a new session.")
         if isinstance(samples, mx.array) and mx.issubdtype(samples.dtype, mx.floating):
             samples = samples.astype(mx.float32)  # numpy has no bfloat16
         self._hearing.add(samples, rate_hz)
@@ -377,7 +377,7 @@ class Session:
         mog, tts = self.model.config.tts.mog, self.model.config.tts
         shapes = (len(tts.pass_counts), mog.num_predictions), (len(tts.pass_counts), tts.latent_size)
         if self.options.noise is None:
-            return seeded_draws(int(self.options.seed), step, *shapes)
+            return seeded_draws(self.seed, step, *shapes)
         return given_draws(self.options.noise, step, *shapes)
 
     # -- frames --------------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ class Session:
             return True
         if self._hearing.limit_due:
             self._hearing.limit_due = False
-            self._undelivered.append(LimitReached(self.frames, float(self.options.max_seconds or 0.0)))
+            self._undelivered.append(LimitReached(self.frames, self.max_seconds or 0.0))
             return True
         return False
 
