@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -282,7 +283,8 @@ class Model:
         first = self.rnnt.first(heard.encoded, state.rnnt)
         stage("rnnt", first)
         codes = self._speak(mx.array([spoken]), state, draws)
-        return self._emit(codes, first, None, state, stage)
+        frame = self._emit(codes, first, None, state, stage)
+        return replace(frame, text_id=self.config.pad_id, function_id=self.config.pad_id)
 
     def think(self, function_ids: tuple[int, ...], state: State, audio: mx.array) -> int:
         """Positions of the language model between two frames, text PAD, that hear `audio` (1, 1, H); one evaluation.

@@ -286,7 +286,7 @@ def test_interrupt_while_it_settles() -> None:
     assert BOS not in talk.ids
 
 
-# -- watchdogs -----------------------------------------------------------------------------------------------------------
+# -- watchdogs ---------------------------------------------------------------------------------------------------------
 
 
 def opened(**options: bool | int | None) -> Talk:
@@ -357,7 +357,7 @@ def test_a_model_that_owns_its_turns_has_no_watchdogs() -> None:
     assert talk.until(TurnClosed) == TurnClosed(103, CloseReason.MODEL)
 
 
-# -- a model that owns its turns -----------------------------------------------------------------------------------------
+# -- a model that owns its turns ---------------------------------------------------------------------------------------
 
 
 def test_it_is_not_held_back() -> None:
