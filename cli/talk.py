@@ -106,7 +106,8 @@ def talk(
     targets = Targets(output_audio)
     targets.check(file or "-", "--file")
 
-    from .client import realtime_url
+    from mlx_voicechat.client.connecting import realtime_url
+
     from .local_server import LocalServer
 
     if url is not None:
