@@ -33,11 +33,15 @@ from .session_config import (
     create_duplex_session_config,
     read_pcm16_wav,
 )
+from .strict_handles import Call, Deadlines, StrictResponse, Turn, TypedJob
+from .strict_v3 import StrictV3Client
 
 __all__ = [
     "AudioDelta",
     "AudioFormat",
+    "Call",
     "ConnectionResumed",
+    "Deadlines",
     "DuplexClient",
     "DuplexClientError",
     "DuplexConnectionError",
@@ -56,9 +60,13 @@ __all__ = [
     "SessionCreated",
     "SessionExpired",
     "SpeakDecision",
+    "StrictResponse",
+    "StrictV3Client",
     "StrictV3Error",
     "TextDelta",
     "TranscriptDelta",
+    "Turn",
+    "TypedJob",
     "acknowledge_collected_playback",
     "audio_data_url",
     "create_duplex_session_config",
