@@ -213,7 +213,7 @@ class StrictV3Client:
         fault: ServerError | None = None
         assert self._transport is not None
         try:
-            while self._state.closed is None:
+            while self._state.closed is None and not self._feed.ended:  # wait_for may swallow a cancellation
                 event = _parsed(await self._received(self._transport))
                 self._silent_since = None
                 try:
