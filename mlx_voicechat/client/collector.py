@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ServerError
 from .duplex_events import AudioDelta, DuplexEvent, ErrorEvent
 from .session_config import AudioFormat
 
@@ -23,10 +25,11 @@ class EventCollector:
         self._received: list[DuplexEvent] = []
 
     async def consume(self, client: DuplexClient) -> None:
-        """Collect to the end of the session; to be run as a task."""
+        """Collect to the end of the session, however it ends; to be run as a task."""
         self._output = client.config.output_audio
-        async for event in client.events():
-            self.add(event)
+        with suppress(ServerError):
+            async for event in client.events():
+                self.add(event)
 
     def add(self, event: DuplexEvent) -> None:
         self._received.append(event)
