@@ -14,7 +14,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
@@ -58,13 +58,13 @@ Notice: TypeAlias = Refused | Lagging | Interrupted
 
 
 @asynccontextmanager
-async def connect(url: str, api_key: str = "", say: Callable[[str], object] | None = None) -> AsyncIterator[Wire]:
+async def connect(url: str, api_key: str = "", say: Callable[[str], object] | None = None) -> AsyncIterator[MlxcelWire]:
     """Connect to a server, waiting for one that loads its model; `say` gets a line when that happens.
 
     Raises InputError for an address or a key that cannot be one, ServerError for everything a server can refuse.
     """
     address = realtime_url(url)
-    wire = Wire(await open_socket(address, api_key, say), address)
+    wire = MlxcelWire(await open_socket(address, api_key, say), address)
     try:
         await wire.created()
         yield wire
@@ -72,7 +72,27 @@ async def connect(url: str, api_key: str = "", say: Callable[[str], object] | No
         await wire.close()
 
 
-class Wire:
+class Wire(Protocol):
+    """What a dialogue needs of a connection, whatever dialect it speaks; `MlxcelWire` says what each means."""
+
+    model: str
+    frame_samples: int
+    input_rate_hz: int
+    output_rate_hz: int
+
+    @property
+    def frame_seconds(self) -> float: ...
+    async def open(self, system_prompt: str | None = None, seed: int = 0) -> None: ...
+    async def append(self, samples: npt.ArrayLike) -> None: ...
+    async def commit(self) -> None: ...
+    async def cancel(self) -> None: ...
+    async def interrupt(self) -> None: ...
+    async def close(self) -> None: ...
+    def abort(self) -> None: ...
+    def events(self) -> AsyncIterator[Event | Notice]: ...
+
+
+class MlxcelWire:
     """One conversation: `open` it, then `append` and `commit` in one task while another takes the `events`.
 
     Samples are float mono, heard at `input_rate_hz` and spoken at `output_rate_hz`. Every call raises ServerError

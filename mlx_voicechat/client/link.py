@@ -104,6 +104,11 @@ class Link:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._hang_up()
 
+    def abort(self) -> None:
+        """The session is over for this side; `close` then hangs up without a farewell."""
+        self._closing = True
+        self._finish(None)
+
     async def send(self, event: dict[str, Any]) -> None:
         """Send an event; waits while the connection is made again. Raises what ended the session."""
         self._check_open()

@@ -97,6 +97,10 @@ class StrictV3Client:
                 await self._within(lambda: self._feed.ended, self._deadlines.closed_s, "session.closed")
         await self._hang_up()
 
+    def abort(self) -> None:
+        """End it at once: leaving then hangs up without a farewell."""
+        self._end(None)
+
     @property
     def capabilities(self) -> dict[str, Any]:
         """What the server told at its greeting."""
