@@ -25,7 +25,7 @@ MOST_DELAY_MS = 500  # that the library believes
 TAPS, CUTOFF = 63, 0.9  # of the far side's low-pass, in parts of 8 kHz
 HELD_SAMPLES = 48  # 3 ms of the near side: as much as the low-pass holds of the far side, or its block would be missing
 WAITING_BLOCKS = 60_000  # of far sound, ten minutes, that no near sound has followed
-SURPLUS_BLOCKS = 500  # of near sound (5 s) through which far sound always waited: then it waits needlessly
+SURPLUS_BLOCKS = 200  # of near sound (2 s) through which far sound always waited: then it waits needlessly
 
 
 class EchoCanceller:
