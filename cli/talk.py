@@ -28,7 +28,7 @@ from .options import (
     positive_seconds,
 )
 from .outputs import Outputs, Targets
-from .render import HEADPHONES, LiveText, Output, note
+from .render import LiveText, Output, note
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     MakeCanceller = Callable[[int, int, int], EchoCanceller]
 
+HEADPHONES = "use headphones: through loudspeakers the model hears itself."
 HALF_DUPLEX = "half duplex: while the assistant speaks the microphone is off, and interrupting it is, too."
 OF_THE_FILE = ("extra_decoding_seconds", "fast")
 OF_THE_CANCELLER = ("noise_suppression", "auto_gain")
