@@ -165,5 +165,7 @@ def test_the_whole_of_talk_interrupted(
     assert code == 0, err
     assert printed.startswith("[user] Tell me a joke.\nWhy did the chicken cross the road?")
     assert len(printed.splitlines()) >= 4  # who interrupted was understood to say something, and answered
-    at = round((0.5 + 3.4 + 1.5) * 48000)
-    assert np.abs(sound.played[at : at + 9600]).max() < 0.02  # the joke would go on until second 6
+    # The joke has no pause above 0.12 s and would go on until second 6: it has ended for who spoke from 3.9 on.
+    loud = np.flatnonzero(np.abs(sound.played) > 0.02) / 48000
+    pauses = loud[:-1][np.diff(loud) > 0.3]
+    assert np.any((pauses > 3.9) & (pauses < 5.4)), pauses
