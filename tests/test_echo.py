@@ -28,7 +28,7 @@ NOISE = np.random.default_rng(1).normal(0, 0.05, 4 * NEAR_HZ).astype(np.float32)
 def speech(*answers: int, pause_seconds: float = 1.0) -> np.ndarray:
     """Golden answers with pauses around them, at 22.05 kHz."""
     pause = np.zeros(round(pause_seconds * FAR_HZ), np.float32)
-    parts = [soundfile.read(GOLDEN / "answers" / f"{index}.wav", dtype="float32")[0] for index in answers]
+    parts = [soundfile.read(GOLDEN / "answers" / f"{index}.flac", dtype="float32")[0] for index in answers]
     return np.concatenate([pause, *(part for answer in parts for part in (answer, pause))])
 
 

@@ -40,7 +40,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 def speaking(peer: Peer) -> None:
     """A server that hears half a second, speaks for two answers, and falls silent."""
-    answer = np.concatenate([soundfile.read(GOLDEN_ANSWERS / f"{n}.wav", dtype="int16")[0] for n in (1, 5)])
+    answer = np.concatenate([soundfile.read(GOLDEN_ANSWERS / f"{n}.flac", dtype="int16")[0] for n in (1, 5)])
     peer.greet()
     frames = [np.zeros(1764, "<i2")] * 6 + [answer[at : at + 1764] for at in range(0, len(answer) - 1763, 1764)]
     if not any(hear(peer, 1, frame) for frame in frames):
