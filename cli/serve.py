@@ -20,7 +20,7 @@ from mlx_voicechat.server.settings import PROTOCOLS, ServerSettings
 from .endings import Ended
 from .loading import open_model
 from .options import DEFAULT_MODEL, Compiled, KeyValueCache, Model, SpeechWeights, Voice, setting
-from .render import HEADPHONES, complain, note
+from .render import complain, note
 
 if TYPE_CHECKING:
     from mlx_voicechat.voicechat import VoiceChat
@@ -114,7 +114,6 @@ def serve(
         scheme = "wss" if ssl_certfile else "ws"
         shown = f"[{host}]" if ":" in host else host
         complain(f"ready: {scheme}://{shown}:{listener.getsockname()[1]}{settings.api_prefix}{REALTIME}")
-        note(HEADPHONES)
 
     engine = Engine(load, settings, announce)
     server = Server(create_app(engine, settings), settings)

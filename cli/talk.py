@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,18 +28,23 @@ from .options import (
     positive_seconds,
 )
 from .outputs import Outputs, Targets
-from .render import HEADPHONES, LiveText, Output, note
+from .render import LiveText, Output, note
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event
+    from mlx_voicechat.sound.echo import EchoCanceller
     from mlx_voicechat.voicechat import VoiceChat
 
     from .client import Wire
     from .dialogue import Dialogue
 
+    MakeCanceller = Callable[[int, int, int], EchoCanceller]
+
+HEADPHONES = "use headphones: through loudspeakers the model hears itself."
 HALF_DUPLEX = "half duplex: while the assistant speaks the microphone is off, and interrupting it is, too."
 OF_THE_FILE = ("extra_decoding_seconds", "fast")
-OF_THE_MICROPHONE = ("duration", "half_duplex", "input_device", "output_device")
+OF_THE_CANCELLER = ("noise_suppression", "auto_gain")
+OF_THE_MICROPHONE = ("duration", "half_duplex", "input_device", "output_device", "echo_cancellation", *OF_THE_CANCELLER)
 OF_OUR_PROTOCOL = ("seed", "fast")
 PROTOCOLS = ("mlxcel", "openai", "duplex", "strict-v3")
 OF_THE_MODEL = ("model", "voice", "speech_weights", "kv_cache", "compiled")
@@ -70,6 +76,19 @@ def talk(
     ] = None,
     half_duplex: Annotated[
         bool, Option("--half-duplex", help="Microphone off while the assistant speaks: no interrupting.")
+    ] = False,
+    echo_cancellation: Annotated[
+        bool,
+        Option(
+            "--echo-cancellation/--no-echo-cancellation",
+            help="Take what the loudspeaker plays out of what the microphone hears.",
+        ),
+    ] = True,
+    noise_suppression: Annotated[
+        bool, Option("--noise-suppression", help="Take steady noise out, too; the model was trained without.")
+    ] = False,
+    auto_gain: Annotated[
+        bool, Option("--auto-gain", help="Bring the microphone to one level; the model was trained without.")
     ] = False,
     url: Annotated[
         str | None,
@@ -104,6 +123,8 @@ def talk(
         _refuse(context, OF_THE_FILE, "works only with --file")
     else:
         _refuse(context, OF_THE_MICROPHONE, "is for the microphone, and does not go with --file")
+    if not echo_cancellation:
+        _refuse(context, OF_THE_CANCELLER, "is a part of echo cancellation, and does not go without")
     if url is not None:
         _refuse(context, OF_THE_MODEL, "is for a model that runs here, and does not go with --url")
     _check_protocol(context, protocol, url, typed, file)
@@ -130,7 +151,8 @@ def talk(
         dialogue: Dialogue
         if file is None:
             push = None if protocol != "strict-v3" else typed
-            dialogue = _live(call, input_device, output_device, duration, half_duplex, url is None, push)
+            make = _canceller(echo_cancellation, noise_suppression, auto_gain)
+            dialogue = _live(call, input_device, output_device, duration, half_duplex, url is None, push, make)
         else:
             dialogue = _recital(files, file, max_seconds, extra_decoding_seconds, fast)
         if url is None:
@@ -169,6 +191,23 @@ def _recital(files: contextlib.ExitStack, file: str, max_seconds: float, extra_s
     return Recital(recording, extra_seconds, fast)
 
 
+def _canceller(wanted: bool, noise_suppression: bool, auto_gain: bool) -> MakeCanceller | None:
+    """What makes the echo canceller, or None and a line. Raises InputError for options that need the package."""
+    if not wanted:
+        note(HEADPHONES)
+        return None
+    from mlx_voicechat.sound.echo import EchoCanceller
+
+    try:
+        EchoCanceller()
+    except InputError as missing:
+        if noise_suppression or auto_gain:
+            raise
+        note(f"no echo cancellation without the package livekit ({missing.remedy}); {HEADPHONES}")
+        return None
+    return functools.partial(EchoCanceller, noise_suppression=noise_suppression, auto_gain=auto_gain)
+
+
 def _live(
     call: Call,
     input_device: str | None,
@@ -177,6 +216,7 @@ def _live(
     half: bool,
     here: bool,
     push: bool | None,
+    canceller: MakeCanceller | None,
 ) -> Dialogue:
     """`push`: None for an open microphone, else push-to-talk, and whether lines are typed text."""
     from .devices import Devices
@@ -185,11 +225,19 @@ def _live(
 
     devices = Devices()
     microphone, loudspeaker = devices.choose(input_device, "input"), devices.choose(output_device, "output")
-    note(HEADPHONES)
     if half:
         note(HALF_DUPLEX)
-    kind = Live if push is None else partial(PushToTalk, typed=push)
-    return kind(devices, microphone, loudspeaker, call.say, duration=duration, half_duplex=half, here=here)
+    kind = Live if push is None else functools.partial(PushToTalk, typed=push)
+    return kind(
+        devices,
+        microphone,
+        loudspeaker,
+        call.say,
+        duration=duration,
+        half_duplex=half,
+        here=here,
+        canceller=canceller,
+    )
 
 
 class Call:
