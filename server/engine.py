@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import mlx.core as mx
 
 from mlx_voicechat.errors import VoiceChatError
-from mlx_voicechat.server.limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS
+from mlx_voicechat.server.limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS, ROOM_SECONDS
 from mlx_voicechat.server.messages import Append, Cancel, EngineEvent, Open, Request
 from mlx_voicechat.server.metrics import Metrics
 from mlx_voicechat.server.served_session import FLOAT_BYTES, Backlog, ServedSession
@@ -144,6 +144,13 @@ class Engine:
     def busy(self) -> bool:
         """Whether every slot is taken."""
         return len(self._slots) >= self.settings.max_sessions
+
+    async def room(self) -> bool:
+        """Whether there is a free slot, once ROOM_SECONDS have passed for a client that has just left."""
+        deadline = time.monotonic() + ROOM_SECONDS
+        while self.busy and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return not self.busy
 
     def reserve(self, request: Open, deliver: Callable[[EngineEvent], None]) -> Slot | None:
         """Take a slot and open a session in it; None if there is no free one."""
