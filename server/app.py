@@ -25,6 +25,7 @@ from .engine import LOADING, READY, WARMING, Engine
 from .limits import RETRY_SECONDS
 from .metrics import CONTENT_TYPE
 from .mlxcel import Mlxcel
+from .origins import Origins, normal
 from .page import page_paths, page_routes
 from .settings import ServerSettings
 
@@ -55,7 +56,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         if engine.state != READY:
             await websocket.send_denial_response(_not_ready(engine))
             return
-        if dialect.refused_at_the_upgrade and engine.busy:
+        if dialect.refused_at_the_upgrade and not await engine.room():
             message = f"The server has {sessions_in_use(settings.max_sessions)} in use. Try again later."
             await websocket.send_denial_response(refusal(503, "server_busy", message, Retry_After=str(RETRY_SECONDS)))
             return
@@ -110,8 +111,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     open_paths = page_paths(prefix) | {f"{prefix}/health"}
     middleware = [Middleware(Gate, settings=settings, open_paths=open_paths)]
     if settings.cors_origins:
-        cors = Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
-        middleware.insert(0, cors)
+        origins = Origins(map(normal, settings.cors_origins))
+        allowed = {"allow_origins": ["*"]} if origins.any else {"allow_origin_regex": origins.pattern}
+        middleware.insert(0, Middleware(CORSMiddleware, allow_methods=["*"], allow_headers=["*"], **allowed))
     return Starlette(
         routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={HTTPException: _http_error}
     )

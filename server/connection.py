@@ -16,13 +16,14 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from . import messages
 from .access import chosen_protocol
-from .limits import OUTGOING_EVENTS, SLOW_SECONDS
+from .limits import LATE_SECONDS, OUTGOING_EVENTS, SLOW_SECONDS
 from .settings import ServerSettings
 from .sockets import SCOPE_KEY, Socket
 
 if TYPE_CHECKING:
     from .engine import Engine, Slot
 
+LOOK_SECONDS = 1.0  # between two looks at how long a client is silent
 LISTEN_SECONDS = 0.25  # between two looks at a client that is not read from
 NORMAL, POLICY, FAILED, TRY_LATER = 1000, 1008, 1011, 1013  # closing codes
 
@@ -71,6 +72,7 @@ class Connection(ABC):
         self._outgoing: deque[tuple[float, Any]] = deque()
         self._filled, self._moved = asyncio.Event(), asyncio.Event()
         self._watch: asyncio.TimerHandle | None = None
+        self._looked_at = self._awake_since = self.heard_at
 
     @abstractmethod
     def greet(self) -> None:
@@ -100,7 +102,7 @@ class Connection(ABC):
         """Serve the client until one side closes."""
         await self._websocket.accept(chosen_protocol(self._websocket.scope))
         self.engine.metrics.connections.inc()
-        if self.engine.busy:
+        if not await self.engine.room():
             self.refuse_busy(None)
         else:
             self.greet()
@@ -172,13 +174,24 @@ class Connection(ABC):
         if self._closing:
             return
         patience = self.patience()
-        end = patience.since + patience.seconds
+        end = max(patience.since, self._awake()) + patience.seconds
         if self.loop.time() < end:
-            self._watch = self.loop.call_at(end, self.watch_silence)
+            self._watch = self.loop.call_at(min(end, self.loop.time() + LOOK_SECONDS), self.watch_silence)
             return
         self.send(patience.event)
         self.close(POLICY)
         self._release()
+
+    def _awake(self) -> float:
+        """Since when this process runs: what a client did while it stood still, or its machine slept, is not read yet.
+
+        It is asked every LOOK_SECONDS at least, or it stood still.
+        """
+        now = self.loop.time()
+        if now > self._looked_at + LOOK_SECONDS + LATE_SECONDS:
+            self._awake_since = now
+        self._looked_at = now
+        return self._awake_since
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -189,12 +202,9 @@ class Connection(ABC):
                 self._filled.clear()
                 await self._filled.wait()
             since, event = self._outgoing.popleft()
-            if self._socket.blocked:
-                try:
-                    await asyncio.wait_for(self._socket.drained(), since + SLOW_SECONDS - self.loop.time())
-                except asyncio.TimeoutError:
-                    await self._give_up()
-                    return
+            if not await self._unblocked(since):
+                await self._give_up()
+                return
             try:
                 if isinstance(event, Close):
                     await self._websocket.close(event.code)
@@ -205,6 +215,16 @@ class Connection(ABC):
             if isinstance(event, messages.Speech) and self.slot is not None:
                 self.slot.sent()
             self._moved.set()
+
+    async def _unblocked(self, since: float) -> bool:
+        """Whether the client reads, SLOW_SECONDS after an entry came into the queue at the latest."""
+        while self._socket.blocked:
+            seconds = max(since, self._awake()) + SLOW_SECONDS - self.loop.time()
+            if seconds <= 0:
+                return False
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._socket.drained(), seconds)
+        return True
 
     async def _say(self, event: Any) -> None:
         if isinstance(event, Error):

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from mlx_voicechat.errors import VoiceChatError
 
-from .limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS
+from .limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS, ROOM_SECONDS
 from .messages import Append, Cancel, EngineEvent, Open, Request
 from .metrics import Metrics
 from .served_session import FLOAT_BYTES, Backlog, ServedSession
@@ -145,6 +145,13 @@ class Engine:
     def busy(self) -> bool:
         """Whether every slot is taken."""
         return len(self._slots) >= self.settings.max_sessions
+
+    async def room(self) -> bool:
+        """Whether there is a free slot, once ROOM_SECONDS have passed for a client that has just left."""
+        deadline = time.monotonic() + ROOM_SECONDS
+        while self.busy and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return not self.busy
 
     def reserve(self, request: Open, deliver: Callable[[EngineEvent], None]) -> Slot | None:
         """Take a slot and open a session in it; None if there is no free one."""

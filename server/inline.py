@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from starlette.websockets import WebSocket
 
 from mlx_voicechat.client import DuplexClient, DuplexConnectionError, SessionConfig
-from mlx_voicechat.server.duplex_connection import DuplexConnection, DuplexSessions
-from mlx_voicechat.server.engine import Engine
-from mlx_voicechat.server.settings import ServerSettings
-from mlx_voicechat.server.sockets import SCOPE_KEY
-from mlx_voicechat.server.typed_voice import find_voice
+
+from .duplex_connection import DuplexConnection, DuplexSessions
+from .engine import Engine
+from .settings import ServerSettings
+from .sockets import SCOPE_KEY
+from .typed_voice import find_voice
 
 if TYPE_CHECKING:
     from mlx_voicechat.client.link import Transport

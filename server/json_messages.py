@@ -28,7 +28,7 @@ def parsed(frame: Mapping[str, Any]) -> dict[str, Any]:
     if text is None:
         raise Malformed("Messages are JSON text frames, not binary ones.", False)
     try:
-        message = json.loads(text, parse_int=number)
+        message = json.loads(text.removeprefix("\ufeff"), parse_int=number)
     except RecursionError:
         raise Malformed("The message is nested too deeply.", False) from None
     except ValueError as fault:
