@@ -5,6 +5,7 @@ What belongs to the audio (commits, items, requests for a response) keeps its pl
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -145,7 +146,7 @@ def item_create(session: OpenAISession, message: dict[str, Any], event_id: str |
         if placed.repeated:
             return
         if call_id is not None:
-            session.calls[call_id] = item.fields["output"]
+            session.calls[call_id] = unwrapped(item.fields["output"])
             session.results_wait()
         elif item.role == "user":
             text = " ".join(part["text"] for part in item.parts if part.get("type") == "input_text" and "text" in part)
@@ -153,6 +154,15 @@ def item_create(session: OpenAISession, message: dict[str, Any], event_id: str |
                 session.typed.append(text[:TYPED_CHARACTERS])
 
     in_order(session, event_id, work)
+
+
+def unwrapped(output: str) -> str:
+    """A result without the quotes of clients that write every result as JSON, also one that is text of JSON already."""
+    try:
+        value = json.loads(output)
+    except (ValueError, RecursionError):
+        return output
+    return value if isinstance(value, str) else output
 
 
 def _check_result(session: OpenAISession, call_id: str, output: str) -> None:
