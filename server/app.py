@@ -18,18 +18,18 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from uvicorn.protocols.utils import ClientDisconnected
 
-from mlx_voicechat.server.access import Gate, refusal
-from mlx_voicechat.server.connection import FAILED, Connection, sessions_in_use
-from mlx_voicechat.server.dialects import DUPLEX, MLXCEL, OPENAI, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
-from mlx_voicechat.server.duplex_connection import DuplexConnection, DuplexSessions, waits_for_a_message
-from mlx_voicechat.server.engine import LOADING, READY, WARMING, Engine
-from mlx_voicechat.server.limits import RETRY_SECONDS
-from mlx_voicechat.server.metrics import CONTENT_TYPE
-from mlx_voicechat.server.mlxcel import Mlxcel
-from mlx_voicechat.server.openai_connection import OpenAIConnection
-from mlx_voicechat.server.page import page_paths, page_routes
-from mlx_voicechat.server.settings import ServerSettings
-from mlx_voicechat.server.typed_voice import find_voice
+from .access import Gate, refusal
+from .connection import FAILED, Connection, sessions_in_use
+from .dialects import DUPLEX, MLXCEL, OPENAI, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
+from .duplex_connection import DuplexConnection, DuplexSessions, waits_for_a_message
+from .engine import LOADING, READY, WARMING, Engine
+from .limits import RETRY_SECONDS
+from .metrics import CONTENT_TYPE
+from .mlxcel import Mlxcel
+from .openai_connection import OpenAIConnection
+from .page import page_paths, page_routes
+from .settings import ServerSettings
+from .typed_voice import find_voice
 
 SERVED = (MLXCEL, OPENAI, DUPLEX)  # the dialects of this server
 NOT_HERE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")

@@ -15,22 +15,23 @@ from contextlib import suppress
 from typing import Any
 
 from mlx_voicechat.events import FunctionFailed
-from mlx_voicechat.server import messages
-from mlx_voicechat.server.connection import NORMAL
-from mlx_voicechat.server.detector import Activity
-from mlx_voicechat.server.duplex_config import BARGE_IN, DuplexConfig
-from mlx_voicechat.server.duplex_events import EXTRAS, session_fields
-from mlx_voicechat.server.duplex_overlap import Overlap
-from mlx_voicechat.server.engine import Engine
-from mlx_voicechat.server.items import Item
-from mlx_voicechat.server.journal import Attachment, Entry, Journal
-from mlx_voicechat.server.openai import OpenAISession
-from mlx_voicechat.server.openai_config import SessionConfig
-from mlx_voicechat.server.openai_events import ServerEvent, Wrong, server_event
-from mlx_voicechat.server.openai_responses import Response
-from mlx_voicechat.server.settings import ServerSettings
-from mlx_voicechat.server.typed_voice import TypedVoice
-from mlx_voicechat.server.wire_audio import WireFormat
+
+from . import messages
+from .connection import NORMAL
+from .detector import Activity
+from .duplex_config import BARGE_IN, DuplexConfig
+from .duplex_events import EXTRAS, session_fields
+from .duplex_overlap import Overlap
+from .engine import Engine
+from .items import Item
+from .journal import Attachment, Entry, Journal
+from .openai import OpenAISession
+from .openai_config import SessionConfig
+from .openai_events import ServerEvent, Wrong, server_event
+from .openai_responses import Response
+from .settings import ServerSettings
+from .typed_voice import TypedVoice
+from .wire_audio import WireFormat
 
 MOST_RESPONSES = 1_000  # whose items a playback.ack may still name
 

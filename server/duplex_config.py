@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_voicechat.server.items import CommitPolicy
-from mlx_voicechat.server.json_messages import is_integer, named
-from mlx_voicechat.server.messages import Owner
-from mlx_voicechat.server.openai_config import SessionConfig
-from mlx_voicechat.server.openai_events import Wrong
-from mlx_voicechat.server.wire_audio import RATES_HZ
+from .items import CommitPolicy
+from .json_messages import is_integer, named
+from .messages import Owner
+from .openai_config import SessionConfig
+from .openai_events import Wrong
+from .wire_audio import RATES_HZ
 
 LISTEN_ONLY, BARGE_IN = "listen_only", "barge_in_on_speech"
 COMMIT_POLICIES: tuple[CommitPolicy, ...] = ("commit_all_on_done", "ack_only")

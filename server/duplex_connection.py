@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.websockets import WebSocket
 
-from mlx_voicechat.server.connection import POLICY, Patience
-from mlx_voicechat.server.duplex import DuplexSession
-from mlx_voicechat.server.duplex_messages import DUPLEX_HANDLERS
-from mlx_voicechat.server.journal import JournalLost
-from mlx_voicechat.server.json_messages import Malformed, is_integer, parsed
-from mlx_voicechat.server.openai_connection import OpenAIConnection
-from mlx_voicechat.server.openai_events import ServerEvent
-from mlx_voicechat.server.openai_messages import take
-from mlx_voicechat.server.settings import ServerSettings
-from mlx_voicechat.server.typed_voice import TypedVoice
+from .connection import POLICY, Patience
+from .duplex import DuplexSession
+from .duplex_messages import DUPLEX_HANDLERS
+from .journal import JournalLost
+from .json_messages import Malformed, is_integer, parsed
+from .openai_connection import OpenAIConnection
+from .openai_events import ServerEvent
+from .openai_messages import take
+from .settings import ServerSettings
+from .typed_voice import TypedVoice
 
 if TYPE_CHECKING:
-    from mlx_voicechat.server.engine import Engine
+    from .engine import Engine
 
 ROOM_SECONDS = 1.0  # for a slot to become free whose session was sent away: the frame that runs
 LOOK_SECONDS = 0.005

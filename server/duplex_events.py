@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_voicechat.server.duplex import DuplexSession
+    from .duplex import DuplexSession
 
 Fields = dict[str, Any]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_voicechat.server.duplex import DuplexSession
-from mlx_voicechat.server.items import Item, ItemError
-from mlx_voicechat.server.json_messages import is_integer, named
-from mlx_voicechat.server.openai_events import Wrong
-from mlx_voicechat.server.openai_messages import (
+from .duplex import DuplexSession
+from .items import Item, ItemError
+from .json_messages import is_integer, named
+from .openai_events import Wrong
+from .openai_messages import (
     HANDLERS,
     Handler,
     asked,
@@ -17,7 +17,7 @@ from mlx_voicechat.server.openai_messages import (
     committed,
     in_order,
 )
-from mlx_voicechat.server.wire_audio import UnsupportedFormat, WrongAudio, wire_format
+from .wire_audio import UnsupportedFormat, WrongAudio, wire_format
 
 ALIASES = {
     "input.commit": "input_audio_buffer.commit",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_voicechat.server.duplex_config import BARGE_IN, DuplexConfig
+from .duplex_config import BARGE_IN, DuplexConfig
 
 
 @dataclass(frozen=True)

@@ -28,19 +28,20 @@ from mlx_voicechat.events import (
     TurnClosed,
     TurnOpened,
 )
-from mlx_voicechat.server import messages
-from mlx_voicechat.server.connection import FAILED, NORMAL
-from mlx_voicechat.server.detector import Activity, SpeechDetector
-from mlx_voicechat.server.engine import Engine, Slot
-from mlx_voicechat.server.items import Items, new_id
-from mlx_voicechat.server.openai_config import SERVER_VAD, SessionConfig
-from mlx_voicechat.server.openai_events import ServerEvent, error_fields, server_event
-from mlx_voicechat.server.openai_input import Ear, Utterances
-from mlx_voicechat.server.openai_responses import Response
-from mlx_voicechat.server.settings import ServerSettings
-from mlx_voicechat.server.typed_voice import TypedVoice
-from mlx_voicechat.server.wire_audio import Decoder, WireFormat
 from mlx_voicechat.sound.pcm import Samples
+
+from . import messages
+from .connection import FAILED, NORMAL
+from .detector import Activity, SpeechDetector
+from .engine import Engine, Slot
+from .items import Items, new_id
+from .openai_config import SERVER_VAD, SessionConfig
+from .openai_events import ServerEvent, error_fields, server_event
+from .openai_input import Ear, Utterances
+from .openai_responses import Response
+from .settings import ServerSettings
+from .typed_voice import TypedVoice
+from .wire_audio import Decoder, WireFormat
 
 QUIET_SECONDS = 0.2  # without another update, after which the model reads its prompt
 RESULT_SECONDS = 1.0  # for response.create to come after a call's result; then the model gets it all the same

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_voicechat.server.json_messages import is_integer, named
-from mlx_voicechat.server.limits import PROMPT_CHARACTERS
-from mlx_voicechat.server.messages import Owner, Tool
-from mlx_voicechat.server.openai_events import Wrong
-from mlx_voicechat.server.wire_audio import UnsupportedFormat, WireFormat, wire_format
+from .json_messages import is_integer, named
+from .limits import PROMPT_CHARACTERS
+from .messages import Owner, Tool
+from .openai_events import Wrong
+from .wire_audio import UnsupportedFormat, WireFormat, wire_format
 
 TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,127}", re.ASCII)
 MOST_TOOLS = 32

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.websockets import WebSocket
 
-from mlx_voicechat.server.connection import Connection, Patience, sessions_in_use
-from mlx_voicechat.server.limits import LONG_INPUT_SECONDS, SLOW_SECONDS
-from mlx_voicechat.server.openai import OpenAISession
-from mlx_voicechat.server.openai_events import ServerEvent, error_fields
-from mlx_voicechat.server.openai_messages import HANDLERS, take
-from mlx_voicechat.server.settings import LONG_MESSAGE_BYTES, ServerSettings
-from mlx_voicechat.server.typed_voice import TypedVoice
+from .connection import Connection, Patience, sessions_in_use
+from .limits import LONG_INPUT_SECONDS, SLOW_SECONDS
+from .openai import OpenAISession
+from .openai_events import ServerEvent, error_fields
+from .openai_messages import HANDLERS, take
+from .settings import LONG_MESSAGE_BYTES, ServerSettings
+from .typed_voice import TypedVoice
 
 if TYPE_CHECKING:
-    from mlx_voicechat.server.engine import Engine
+    from .engine import Engine
 
 
 class OpenAIConnection(Connection):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_voicechat.server.detector import RATE_HZ, Activity, SpeechDetector, detect, end
-from mlx_voicechat.server.items import Item, Items, new_id, user_audio
-from mlx_voicechat.server.openai_events import Emit
+from .detector import RATE_HZ, Activity, SpeechDetector, detect, end
+from .items import Item, Items, new_id, user_audio
+from .openai_events import Emit
 
 PIECE_SAMPLES = RATE_HZ // 2  # of a long append at once: others' audio comes between
 QUIET_FRAMES = 12  # without more text, after which an utterance's transcript is complete

@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from mlx_voicechat.errors import VoiceChatError
-from mlx_voicechat.server import messages
-from mlx_voicechat.server.items import ItemError, item_from_json
-from mlx_voicechat.server.json_messages import Malformed, client_event_id, decoded, is_integer, named, parsed
-from mlx_voicechat.server.openai import OpenAISession
-from mlx_voicechat.server.openai_events import Wrong
-from mlx_voicechat.server.wire_audio import WireFormat, WrongAudio
+
+from . import messages
+from .items import ItemError, item_from_json
+from .json_messages import Malformed, client_event_id, decoded, is_integer, named, parsed
+from .openai import OpenAISession
+from .openai_events import Wrong
+from .wire_audio import WireFormat, WrongAudio
 
 LEAST_COMMIT_MS = 100  # of audio, as OpenAI's server has it
 RESULT_BYTES = 16 * 1024

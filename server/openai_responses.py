@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mlx_voicechat.server.items import Item, Items, answer, call, new_id
-from mlx_voicechat.server.openai_config import SessionConfig
-from mlx_voicechat.server.openai_events import Emit, usage
-from mlx_voicechat.server.wire_audio import Encoder
+from .items import Item, Items, answer, call, new_id
+from .openai_config import SessionConfig
+from .openai_events import Emit, usage
+from .wire_audio import Encoder
 
 Outcome = Literal["completed", "cancelled", "incomplete", "failed"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlx_voicechat.server import messages
+from . import messages
 
 if TYPE_CHECKING:
     from mlx_voicechat.session import Session

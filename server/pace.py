@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mlx_voicechat.server.messages import Pace
+from .messages import Pace
 
 PAUSE_SECONDS = 0.25  # without audio from a client that streams: then it has stopped, and silence takes its place
 

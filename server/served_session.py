@@ -13,11 +13,12 @@ import numpy as np
 
 from mlx_voicechat.errors import InputError, LimitError
 from mlx_voicechat.events import AudioFrame, Cancelled, Event, LimitReached, TurnClosed, TurnOpened
-from mlx_voicechat.server import messages
-from mlx_voicechat.server.limits import LAGGING_PERIOD, LAGGING_SECONDS, OUTGOING_SECONDS
-from mlx_voicechat.server.messages import Append, EngineEvent, Refused, Relay, Request, Speech, Unopened
-from mlx_voicechat.server.opening import opening
-from mlx_voicechat.server.pace import Pacer
+
+from . import messages
+from .limits import LAGGING_PERIOD, LAGGING_SECONDS, OUTGOING_SECONDS
+from .messages import Append, EngineEvent, Refused, Relay, Request, Speech, Unopened
+from .opening import opening
+from .pace import Pacer
 
 if TYPE_CHECKING:
     from mlx_voicechat.session import Session
