@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten
 
 from ..config import ModelConfig
 from ..frame import Frame
+from ..options import LoadOptions
 from ..session import Session
 from ..voicechat import VoiceChat, load_opened
 from ..weights import checkpoint
@@ -240,7 +241,8 @@ def _load(
     mx.reset_peak_memory()
     started = time.perf_counter()
     opened = checkpoint.open_model(model, say)
-    loaded = load_opened(str(model), opened, say, compile=False, speech_weights=speech_weights, kv_cache=kv_cache)
+    options = LoadOptions(compile=False, speech_weights=speech_weights, kv_cache=kv_cache)
+    loaded = load_opened(str(model), opened, options, say)
     seconds = time.perf_counter() - started
     return opened, loaded, Loading(seconds, active, mx.get_active_memory(), mx.get_peak_memory(), process, resident())
 
