@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .conversation import INTERRUPTED
-from .main import Ended, report
+from .endings import Ended, report
 from .render import note
 from .serve import NOISY, SWITCH_SECONDS
 

@@ -17,8 +17,8 @@ from typer import Option
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.server.settings import PROTOCOLS, ServerSettings
 
+from .endings import Ended
 from .loading import open_model
-from .main import Ended
 from .options import DEFAULT_MODEL, Compiled, KeyValueCache, Model, SpeechWeights, Voice, setting
 from .render import HEADPHONES, complain, note
 

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from .config import ModelConfig
@@ -29,13 +28,11 @@ from .frame import (
     Request,
     State,
 )
-from .networks.codec import Codec, replace_control_codes
-from .networks.conformer import Perception
-from .networks.duplex_lm import DuplexLm
-from .networks.ear_tts import EarTts
-from .networks.rnnt import FirstChoice, GreedyDecoder, Joint, PredictionNet
+from .networks.codec import replace_control_codes
+from .networks.rnnt import FirstChoice, GreedyDecoder
+from .networks.tree import Networks
 from .text import Tokenizer, call_tokens, character_table
-from .weights import checkpoint, text_table
+from .weights import checkpoint, layout, text_table
 from .weights.precision import Plan
 
 if TYPE_CHECKING:
@@ -45,42 +42,6 @@ BLOCK_FRAMES = 512  # frames of perception at once in the offline form
 CLEARED_FRAMES = 256  # kept buffers are let go so often: what grows with time never asks for the old sizes again
 PREFILL_CHUNK = 512  # prompt positions of the LLM at once
 KEPT_OPENINGS = 2  # a prompt's caches are hundreds of megabytes at full size
-
-
-class ListeningLm(DuplexLm):
-    """`stt_model`: the checkpoint nests the listening networks beside the language model's parts."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        boosts = {config.pad_id: config.pad_boost, config.bos_id: config.bos_boost, config.eos_id: config.eos_boost}
-        super().__init__(
-            config.llm,
-            text_weight=config.text_weight,
-            user_weight=config.user_weight,
-            function_weight=config.function_weight,
-            boosts=boosts,
-        )
-        self.perception = Perception(config.mel, config.encoder)
-        self.rnnt_decoder = PredictionNet(config.rnnt)
-        self.rnnt_joint = Joint(config.rnnt)
-
-
-class Speech(nn.Module):
-    """`tts_model`: the speech generator, its codec, and the codes of silence."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.tts_model = EarTts(config.tts, config.llm.vocab_size)
-        self.audio_codec = Codec(config.codec, encoder=False)
-        self.codec_silence_tokens = mx.zeros((config.codec.num_quantizers,), mx.int32)
-
-
-class Networks(nn.Module):
-    """The module tree whose paths are the checkpoint's names."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.stt_model = ListeningLm(config)
-        self.tts_model = Speech(config)
 
 
 class Model:
@@ -98,7 +59,8 @@ class Model:
         self.name = name
         self.config = config
         self.tokenizer = tokenizer
-        self.voices = checkpoint.voice_names(parameters)
+        self.requantised = requantise
+        self.voices = layout.voices(parameters)
         networks = Networks(config)
         checkpoint.build(networks, parameters, config, requantise)
         self._voices = {voice: checkpoint.voice(parameters, voice, config) for voice in self.voices}
@@ -116,9 +78,9 @@ class Model:
         config, silence = self.config, self.speech.codec_silence_tokens
         self.perception.prepare()
         self.language.prepare()
+        self.tts.prepare(silence, config.pad_id, config.eos_id)
         characters = character_table(self.tokenizer)
-        text_rows = text_table.kept(self.tts, config.tts.characters, characters, folder, say)
-        self.tts.prepare(characters, silence, config.pad_id, config.eos_id, text_rows)
+        self.tts.use_text_rows(text_table.kept(self.tts, config.tts.characters, characters, folder, say))
         self.codec.prepare()
         self._silence = silence[None]
         self._hear, self._decode = self.perception.step, self.codec.step

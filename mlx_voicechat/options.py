@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from .errors import InputError
+from .errors import InputError, brief
 
 if TYPE_CHECKING:
     from .tools import Tool
@@ -103,21 +103,12 @@ def check_seed(seed: Any) -> None:
         raise InputError(f"seed is {brief(seed)}, expected an integer of at least 0.")
 
 
-def brief(value: Any) -> str:
-    """`value` in a message; Python refuses to print integers of thousands of digits."""
-    try:
-        text = repr(value)
-    except ValueError:
-        return "too long a number"
-    return text if len(text) <= 50 else f"{text[:50]}..."
-
-
 def _check_choices(options: Any) -> None:
     for each in fields(options):
         choices, value = each.metadata["choices"], getattr(options, each.name)
         if choices and value not in choices:
-            named = ", ".join(str(choice) for choice in choices if choice is not None)
-            raise InputError(f"{each.name} is {brief(value)}, expected one of: {named}.")
+            named = " or ".join(str(choice) for choice in choices if choice is not None)
+            raise InputError(f"{each.name} is {brief(value)}, expected {named}.")
 
 
 def _check_unicode(prompt: str) -> None:

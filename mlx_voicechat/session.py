@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from .errors import InputError, LimitError, SessionClosedError, VoiceChatError
+from .errors import InputError, LimitError, SessionClosedError, VoiceChatError, brief
 from .events import (
     AudioFrame,
     Cancelled,
@@ -30,15 +30,16 @@ from .frame import (
     Frame,
     FrameRequest,
     Heard,
+    Hearing,
     Override,
+    Piece,
     PositionsRequest,
     Request,
     SpeechRequest,
 )
 from .gauges.profile import Profile
 from .noise import draws_from
-from .options import SessionOptions, brief
-from .sound.hearing import Hearing, Piece
+from .options import SessionOptions
 from .sound.samples import dbfs
 from .text import Captions
 from .tools.channel import Channel

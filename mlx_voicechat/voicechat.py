@@ -11,15 +11,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .config import read_config
 from .errors import InputError
 from .frame import Frame
 from .gauges import memory
 from .model import BLOCK_FRAMES, Model
 from .options import LoadOptions, SessionOptions, checked_number
 from .session import Session
-from .text import Tokenizer
 from .weights import checkpoint
+from .weights.precision import llm_is_float32
 
 CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
 CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
@@ -115,22 +114,30 @@ def load(
     `options` are those of `LoadOptions`: `compile`, `speech_weights`, `kv_cache`. `say` gets notices: the size of a
     download, too little memory. Raises CheckpointError, HubError and InputError.
     """
+    LoadOptions(**options)  # a wrong one is refused before anything is fetched
+    return load_opened(str(model), checkpoint.open_model(model, say), say, **options)
+
+
+def load_opened(
+    name: str,
+    opened: checkpoint.Checkpoint,
+    say: Callable[[str], None] = checkpoint.print_notice,
+    **options: Any,
+) -> VoiceChat:
+    """`load` of a checkpoint that is open already; `name` is what it is called."""
     chosen = LoadOptions(**options)
-    compile, kv_cache = chosen.compile, chosen.kv_cache
-    cache_bytes = memory.tts_cache_bytes(kv_cache)
-    folder = checkpoint.find(model, say)
-    config = read_config(folder)
-    tokenizer = Tokenizer(folder)
-    parameters = checkpoint.load_parameters(folder, config, tokenizer)
+    config, stored, kv_cache = opened.config, opened.stored, chosen.kv_cache
+    parameters = opened.parameters()
     limit_buffer_cache()
-    requantise = memory.speech_plan(config, parameters.stored, chosen.speech_weights, cache_bytes)
-    warning = memory.shortfall(config, parameters.stored, memory.machine(), requantise, cache_bytes)
+    states = memory.States(config, llm_is_float32(stored), kv_cache)
+    requantise = memory.speech_plan(config, stored, chosen.speech_weights, states)
+    warning = memory.shortfall(config, stored, memory.machine(), requantise, states)
     if warning is not None:
         say(warning)
-    loaded = VoiceChat(str(model), config, tokenizer, parameters, say, requantise)
-    loaded.tts.cache_dtype = mx.bfloat16 if kv_cache == "bf16" else None
+    loaded = VoiceChat(name, config, opened.tokenizer, parameters, say, requantise)
+    loaded.tts.cache_dtype = memory.kv_cache_type(kv_cache)
     on_gpu = mx.default_device().type == mx.gpu
-    if (on_gpu if compile is None else compile) and not loaded.compile():
+    if (on_gpu if chosen.compile is None else chosen.compile) and not loaded.compile():
         say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")
     return loaded
 

@@ -18,15 +18,15 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from uvicorn.protocols.utils import ClientDisconnected
 
-from mlx_voicechat.server.access import Gate, refusal
-from mlx_voicechat.server.connection import FAILED, Connection, sessions_in_use
-from mlx_voicechat.server.dialects import MLXCEL, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
-from mlx_voicechat.server.engine import LOADING, READY, WARMING, Engine
-from mlx_voicechat.server.limits import RETRY_SECONDS
-from mlx_voicechat.server.metrics import CONTENT_TYPE
-from mlx_voicechat.server.mlxcel import Mlxcel
-from mlx_voicechat.server.page import page_paths, page_routes
-from mlx_voicechat.server.settings import ServerSettings
+from .access import Gate, refusal
+from .connection import FAILED, Connection, sessions_in_use
+from .dialects import MLXCEL, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
+from .engine import LOADING, READY, WARMING, Engine
+from .limits import RETRY_SECONDS
+from .metrics import CONTENT_TYPE
+from .mlxcel import Mlxcel
+from .page import page_paths, page_routes
+from .settings import ServerSettings
 
 SERVED = (MLXCEL,)  # the dialects of this server
 NOT_HERE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")

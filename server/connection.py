@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from mlx_voicechat.server import messages
-from mlx_voicechat.server.access import chosen_protocol
-from mlx_voicechat.server.limits import OUTGOING_EVENTS, SLOW_SECONDS
-from mlx_voicechat.server.settings import ServerSettings
-from mlx_voicechat.server.sockets import SCOPE_KEY, Socket
+from . import messages
+from .access import chosen_protocol
+from .limits import OUTGOING_EVENTS, SLOW_SECONDS
+from .settings import ServerSettings
+from .sockets import SCOPE_KEY, Socket
 
 if TYPE_CHECKING:
-    from mlx_voicechat.server.engine import Engine, Slot
+    from .engine import Engine, Slot
 
 LISTEN_SECONDS = 0.25  # between two looks at a client that is not read from
 NORMAL, POLICY, FAILED, TRY_LATER = 1000, 1008, 1011, 1013  # closing codes

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import mlx.core as mx
 
 from mlx_voicechat.errors import VoiceChatError
-from mlx_voicechat.server.limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS
-from mlx_voicechat.server.messages import Append, Cancel, EngineEvent, Open, Request
-from mlx_voicechat.server.metrics import Metrics
-from mlx_voicechat.server.served_session import FLOAT_BYTES, Backlog, ServedSession
-from mlx_voicechat.server.settings import ServerSettings
+
+from .limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS
+from .messages import Append, Cancel, EngineEvent, Open, Request
+from .metrics import Metrics
+from .served_session import FLOAT_BYTES, Backlog, ServedSession
+from .settings import ServerSettings
 
 if TYPE_CHECKING:
     from mlx_voicechat.voicechat import VoiceChat

@@ -17,15 +17,16 @@ import numpy as np
 from starlette.websockets import WebSocket
 
 from mlx_voicechat.events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
-from mlx_voicechat.server import messages
-from mlx_voicechat.server.connection import NORMAL, Connection, Error, Patience, sessions_in_use
-from mlx_voicechat.server.json_messages import Malformed, client_event_id, decoded, is_integer, named, parsed
-from mlx_voicechat.server.limits import PROMPT_CHARACTERS, SLOW_SECONDS
-from mlx_voicechat.server.settings import ServerSettings
 from mlx_voicechat.sound.pcm import pcm16
 
+from . import messages
+from .connection import NORMAL, Connection, Error, Patience, sessions_in_use
+from .json_messages import Malformed, client_event_id, decoded, is_integer, named, parsed
+from .limits import PROMPT_CHARACTERS, SLOW_SECONDS
+from .settings import ServerSettings
+
 if TYPE_CHECKING:
-    from mlx_voicechat.server.engine import Engine
+    from .engine import Engine
 
 WIRE_SCALE = 32767
 AUDIO = "audio must be base64 of little-endian 16-bit PCM"

@@ -12,8 +12,9 @@ import numpy as np
 
 from mlx_voicechat.errors import LimitError
 from mlx_voicechat.events import AudioFrame, Cancelled, Event, LimitReached
-from mlx_voicechat.server.limits import LAGGING_PERIOD, LAGGING_SECONDS, OUTGOING_SECONDS
-from mlx_voicechat.server.messages import (
+
+from .limits import LAGGING_PERIOD, LAGGING_SECONDS, OUTGOING_SECONDS
+from .messages import (
     Append,
     Broken,
     Cancel,

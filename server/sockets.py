@@ -19,8 +19,9 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 
 from mlx_voicechat.errors import VoiceChatError
-from mlx_voicechat.server.limits import CLOSING_SECONDS, UNREAD_SECONDS
-from mlx_voicechat.server.settings import ServerSettings
+
+from .limits import CLOSING_SECONDS, UNREAD_SECONDS
+from .settings import ServerSettings
 
 RECEIVE_BYTES = 2**17  # in the kernel: three seconds of audio that are not read yet
 SEND_BYTES = 2**16  # in the kernel: one second of speech

@@ -16,10 +16,11 @@ from mlx.utils import tree_flatten
 from support.checkpoints import GOLDEN, copy_of, edit_json, rewrite, tensors_of
 
 from mlx_voicechat import assets
-from mlx_voicechat.config import ModelConfig, parse_config, read_config
+from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import CheckpointError, InputError, VoiceChatError
-from mlx_voicechat.model import Networks
-from mlx_voicechat.weights import checkpoint, hub, inventory, layout
+from mlx_voicechat.networks.tree import Networks
+from mlx_voicechat.weights import checkpoint, hub, layout
+from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import verify
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -28,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 
 def load(folder: Path) -> tuple[Networks, checkpoint.Parameters, ModelConfig]:
     config = read_config(folder)
-    parameters = checkpoint.load_parameters(folder, config)
+    parameters = replace(checkpoint.open_folder(folder), config=config).parameters()
     networks = Networks(config)
     checkpoint.build(networks, parameters, config)
     return networks, parameters, config
@@ -155,7 +156,7 @@ def test_a_broken_download(tmp_path: Path, how: str, words: list[str]) -> None:
     folder = copy_of("tiny-4bit", tmp_path)
     damage(folder, how)
     refused(lambda: verify(folder), *words)
-    refused(lambda: checkpoint.load_parameters(folder, read_config(folder)), *words)
+    refused(lambda: checkpoint.open_folder(folder).parameters(), *words)
 
 
 # -- load ---------------------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def test_every_parameter_holds_what_its_tensors_hold() -> None:
     stored = tensors_of(GOLDEN / "tiny-f32")
     flat: Any = tree_flatten(networks.parameters())
     for path, array in flat:
-        parts = [layout.to_mlx_layout(name, stored[name]) for name in checkpoint.tensor_names(path)]
+        parts = [layout.to_mlx_layout(name, stored[name]) for name in layout.stored_names(path)]
         whole = parts[0] + parts[1] if ".lstm." in path and path.endswith("bias") else mx.concatenate(
             [part.reshape(part.shape or (1,)) for part in parts]
         ).reshape(array.shape)  # fmt: skip
@@ -269,8 +270,8 @@ def test_a_speaker_that_the_checkpoint_lacks(tmp_path: Path) -> None:
 
 def test_voices() -> None:
     config = read_config(GOLDEN / "tiny-f32")
-    parameters = checkpoint.load_parameters(GOLDEN / "tiny-f32", config)
-    assert checkpoint.voice_names(parameters) == ["Aria"]
+    parameters = replace(checkpoint.open_folder(GOLDEN / "tiny-f32"), config=config).parameters()
+    assert layout.voices(parameters) == ["Aria"]
     assert checkpoint.voice(parameters, "Aria", config).shape == (1, config.tts.prompt_frames, config.tts.hidden_size)
     refused(lambda: checkpoint.voice(parameters, "aria", config), "'aria'", "Voices: Aria", kind=InputError)
     longer = replace(config, tts=replace(config.tts, prompt_frames=13))
@@ -286,11 +287,11 @@ LSTM = "stt_model.rnnt_decoder.prediction.dec_rnn.lstm."
 
 def test_names_of_stored_tensors() -> None:
     config = parse_config(json.loads((assets.CONFIGS / "random.json").read_text(encoding="utf-8")))
-    shapes = inventory.tensors(config)
+    shapes = layout.shapes(config)
     paths = layout.assemble({name: mx.zeros(shape) for name, shape in shapes.items()}, torch_layout=True)
-    stored = [name for path in paths for name in checkpoint.tensor_names(path)]
+    stored = [name for path in paths for name in layout.stored_names(path)]
     assert sorted(stored) == sorted(name for name in shapes if not layout.is_unused(name))
-    assert checkpoint.tensor_names(f"{LSTM}layers.1.bias") == [f"{LSTM}bias_ih_l1", f"{LSTM}bias_hh_l1"]
+    assert layout.stored_names(f"{LSTM}layers.1.bias") == [f"{LSTM}bias_ih_l1", f"{LSTM}bias_hh_l1"]
 
 
 @pytest.mark.parametrize(

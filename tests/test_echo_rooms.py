@@ -15,7 +15,7 @@ import soxr
 
 import mlx_voicechat
 from mlx_voicechat import AudioFrame, TextDelta
-from mlx_voicechat.model import VoiceChat
+from mlx_voicechat.voicechat import VoiceChat
 from tests.support.rooms import Room, nine
 
 pytest.importorskip("livekit", reason="the package livekit is not installed")
@@ -104,7 +104,7 @@ def test_headphones_are_as_before(model: VoiceChat, with_headphones: Talk) -> No
 
 @pytest.mark.parametrize("room", NINE[1::2], ids=LABELS[1::2])
 def test_who_interrupts_is_heard(model: VoiceChat, room: Room) -> None:
-    """The assistant ends its turn for who speaks over it at normal loudness, and answers; not always the right words."""
+    """Who speaks over it at normal loudness ends its turn and gets an answer; not always word for word."""
     talk = converse(model, recording("barge_in.wav", 2), room, EchoCanceller())
     print(talk)
     assert talk.transcript.startswith("Tell me a joke. ")

@@ -253,11 +253,11 @@ class Codec(nn.Module):
             self.encoder = Encoder(config)
         self.decoder = Decoder(config)
         self.prvq = Codebooks(config)
+        self._fourier = Fourier(config)
 
     def prepare(self) -> None:
         """Build what is derived from weights and config; call once, after the weights are loaded."""
         prepare_linears(self)
-        self._fourier = Fourier(self.config)
         built = [*self._fourier.arrays, *self.prvq.prepare()]
         for module in self.modules():
             if isinstance(module, Block | Upsample):

@@ -48,8 +48,9 @@ def resolve(
             f"{where} does not say how {len(bare)} layers that have scales are quantised: {some_of(bare)}.", CORRECT
         )
     found = {layer: entry for layer, entry in entries.items() if entry}
-    for layer in scaled & plain.keys() if shapes is not None else ():
-        _check_width(layer, found[layer], shapes, plain[layer], where)
+    if shapes is not None:
+        for layer in sorted(scaled & plain.keys()):
+            _check_width(layer, found[layer], shapes, plain[layer], where)
     return found
 
 
