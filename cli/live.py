@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mlx_voicechat import AudioFrame, Event
+    from mlx_voicechat.sound.echo import EchoCanceller
     from mlx_voicechat.sound.pcm import Samples
 
     from .client import Notice, Wire
@@ -33,7 +34,8 @@ STALLED_SECONDS = 2.0  # without a sample played: what is left at the end is giv
 class Live(Dialogue):
     """The microphone and the loudspeaker, once `opened`. Ctrl-C commits and lets the rest be played; again, it ends.
 
-    `say` gets a line for the person; `here` tells whether the model runs in this process.
+    `say` gets a line for the person; `here` tells whether the model runs in this process; `canceller` makes one for
+    (near_rate_hz, far_rate_hz, delay_ms), None for a microphone that is heard as it is.
     """
 
     audible = True
@@ -48,10 +50,13 @@ class Live(Dialogue):
         duration: float | None,
         half_duplex: bool,
         here: bool,
+        canceller: Callable[[int, int, int], EchoCanceller] | None = None,
     ) -> None:
         super().__init__()
         self._devices, self._microphone, self._loudspeaker = devices, microphone, loudspeaker
         self._say, self._here = say, here
+        self._make_canceller = canceller
+        self._canceller: EchoCanceller | None = None
         self._duration, self._half_duplex = duration, half_duplex
         self._stopping = self._said_loss = self._judged = False
         self._announced = BEHIND_SECONDS / 2
@@ -63,13 +68,17 @@ class Live(Dialogue):
         self._capture = Capture(self._microphone.rate_hz, wire.input_rate_hz)
         self._playback = Playback(wire.output_rate_hz, self._loudspeaker.rate_hz, wire.frame_seconds)
         self._streams: list[Any] = []
-        self._model = wire.model
+        self._model, self._input_hz = wire.model, wire.input_rate_hz
         try:
             pairs = ((self._loudspeaker, self._playback.fill), (self._microphone, self._capture.hear))
             for device, callback in pairs:
                 self._streams.append(self._devices.open(device, callback))
                 with self._devices.naming(device):
                     self._streams[-1].start()
+            if self._make_canceller:
+                delay_ms = round(1000 * sum(float(stream.latency) for stream in self._streams))
+                self._canceller = self._make_canceller(wire.input_rate_hz, self._loudspeaker.rate_hz, delay_ms)
+                self._matched = False  # whether far and near sound begin together
             self._say(f"{self._microphone.name} listens, {self._loudspeaker.name} speaks; Ctrl-C ends.")
             yield
         finally:
@@ -108,9 +117,7 @@ class Live(Dialogue):
         while True:
             await asyncio.sleep(POLL_SECONDS)
             ending = self._stopping or self._silent_for_good()
-            samples = self._capture.take()
-            if ending:
-                samples = _joined(samples, self._capture.finish())
+            samples = self._hear(ending)
             if left is not None:
                 samples = samples[:left]
                 left -= len(samples)
@@ -123,6 +130,23 @@ class Live(Dialogue):
             if ending:
                 await wire.commit()
                 return
+
+    def _hear(self, ending: bool) -> Samples:
+        """What the microphone has brought, without what the loudspeaker played; `ending`: all of it."""
+        samples = self._capture.take()
+        if ending:
+            samples = _joined(samples, self._capture.finish())
+        if self._canceller is None:
+            return samples
+        played = self._playback.take_played()
+        if not self._matched:
+            # The loudspeaker began earlier: what it played before would keep the rest from being there in time.
+            count = round(len(samples) * self._loudspeaker.rate_hz / self._input_hz)
+            played = played[max(len(played) - count, 0) :]
+            self._matched = len(samples) > 0
+        self._canceller.far(played)
+        samples = self._canceller.near(samples)
+        return _joined(samples, self._canceller.finish()) if ending else samples
 
     async def _listen(self, wire: Wire, take: Callable[[Event], bool]) -> None:
         await super()._listen(wire, take)

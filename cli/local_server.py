@@ -47,33 +47,35 @@ class LocalServer:
         from mlx_voicechat.server.app import create_app
         from mlx_voicechat.server.dialects import REALTIME
         from mlx_voicechat.server.engine import Engine
+        from mlx_voicechat.server.listening import listen
         from mlx_voicechat.server.settings import ServerSettings
-        from mlx_voicechat.server.sockets import Server, listen
+        from mlx_voicechat.server.sockets import Server
 
         for name in (*NOISY, "mlx_voicechat.server"):
             logging.getLogger(name).setLevel(logging.ERROR)
         key = secrets.token_urlsafe(32)  # nobody else on this machine takes the one slot
         settings = ServerSettings(model=model, api_key=key, voice=voice, max_audio_seconds=max_audio_seconds)
-        self._listener = listen(settings.host, 0)
+        self._listeners = listen(settings.host, 0)
         self._engine = Engine(load, settings)
         self._server = Server(create_app(self._engine, settings), settings)
         sys.setswitchinterval(SWITCH_SECONDS)
         self._thread.start()
         self._engine.wait_ready(threading.TIMEOUT_MAX)
-        return f"ws://{settings.host}:{self._listener.getsockname()[1]}{REALTIME}", key
+        return f"ws://{settings.host}:{self._listeners[0].getsockname()[1]}{REALTIME}", key
 
     def __exit__(self, kind: object, fault: BaseException | None, _: object) -> None:
         if self._server is None:
             return
         self._server.should_exit = True
         self._thread.join(JOIN_SECONDS)
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         sys.setswitchinterval(self._switch_seconds)
         if self._engine.running:
             _end_process(fault)
 
     def _serve(self) -> None:
-        self._server.run(sockets=[self._listener])
+        self._server.run(sockets=self._listeners)
 
 
 def _end_process(fault: BaseException | None) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from mlx_voicechat import Event
 
 PREFIXES = {"user": "[user] ", "assistant": "", "function": "[function] "}
-HEADPHONES = "use headphones: through loudspeakers the model hears itself, there is no echo cancellation."
 QUIET_FRAMES = 5  # a line that was not added to for so long (0.4 s) is over
 
 

@@ -9,7 +9,6 @@ import ssl
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import urlsplit
 
 import typer
 from typer import Option
@@ -20,7 +19,7 @@ from mlx_voicechat.server.settings import PROTOCOLS, ServerSettings
 from .endings import Ended
 from .loading import open_model
 from .options import DEFAULT_MODEL, Compiled, KeyValueCache, Model, SpeechWeights, Voice, setting
-from .render import HEADPHONES, complain, note
+from .render import complain, note
 
 if TYPE_CHECKING:
     from mlx_voicechat.voicechat import VoiceChat
@@ -48,7 +47,11 @@ def serve(
     max_audio_seconds: Annotated[float, setting("max_audio_seconds")] = ServerSettings.max_audio_seconds,
     idle_seconds: Annotated[float, setting("idle_seconds")] = ServerSettings.idle_seconds,
     setup_seconds: Annotated[float, setting("setup_seconds")] = ServerSettings.setup_seconds,
-    max_message_bytes: Annotated[int, setting("max_message_bytes")] = ServerSettings.max_message_bytes,
+    max_message_bytes: Annotated[int | None, setting("max_message_bytes")] = ServerSettings.max_message_bytes,
+    disconnect_grace_seconds: Annotated[
+        float, setting("disconnect_grace_seconds")
+    ] = ServerSettings.disconnect_grace_seconds,
+    typed_voice: Annotated[str | None, setting("typed_voice")] = ServerSettings.typed_voice,
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
     compiled: Compiled = None,
@@ -66,11 +69,12 @@ def serve(
     if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
         raise InputError("--api-key must be printable and without spaces.")
 
-    from mlx_voicechat.server.access import is_loopback
+    from mlx_voicechat.server.access import is_loopback, unsendable
     from mlx_voicechat.server.app import create_app
     from mlx_voicechat.server.dialects import REALTIME
     from mlx_voicechat.server.engine import Engine
-    from mlx_voicechat.server.sockets import Server, listen
+    from mlx_voicechat.server.listening import listen
+    from mlx_voicechat.server.sockets import Server
 
     prefix = api_prefix.strip("/")
     if not PREFIX.fullmatch(prefix):
@@ -95,13 +99,18 @@ def serve(
         idle_seconds=idle_seconds,
         setup_seconds=setup_seconds,
         max_message_bytes=max_message_bytes,
+        disconnect_grace_seconds=disconnect_grace_seconds,
+        typed_voice=typed_voice,
     )
     _log(log_level)
-    listener = listen(host, port)
+    listeners = listen(host, port)
     if api_key is None and not is_loopback(host):
         note(
             f"{host} can be reached from other machines and there is no --api-key: anyone there can talk to the model."
         )
+
+    if api_key is not None and (letters := unsendable(api_key)):
+        note(f"pages cannot send this --api-key, for no browser sends {letters} with a WebSocket; programs can.")
 
     def load() -> VoiceChat:
         return open_model(model, compiled, speech_weights, kv_cache)
@@ -113,14 +122,13 @@ def serve(
             return
         scheme = "wss" if ssl_certfile else "ws"
         shown = f"[{host}]" if ":" in host else host
-        complain(f"ready: {scheme}://{shown}:{listener.getsockname()[1]}{settings.api_prefix}{REALTIME}")
-        note(HEADPHONES)
+        complain(f"ready: {scheme}://{shown}:{listeners[0].getsockname()[1]}{settings.api_prefix}{REALTIME}")
 
     engine = Engine(load, settings, announce)
     server = Server(create_app(engine, settings), settings)
     sys.setswitchinterval(SWITCH_SECONDS)
-    with listener, server.catch_signals():
-        server.run(sockets=[listener])
+    with server.catch_signals():
+        server.run(sockets=listeners)
     if engine.failure is not None:
         raise engine.failure
     _leave(server.ended_by, engine.running)
@@ -152,18 +160,15 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
 
 
 def _origins(option: str, values: list[str] | None) -> tuple[str, ...]:
-    origins = tuple(
-        origin.strip().rstrip("/").lower() for value in values or () for origin in value.split(",") if origin.strip()
-    )
-    for origin in origins:
+    from mlx_voicechat.server.origins import normal
+
+    found = []
+    for origin in (origin.strip() for value in values or () for origin in value.split(",")):
         try:
-            parts = urlsplit(origin)
-            named = bool(parts.hostname) and parts.port != 0 and not (parts.path or parts.query)
-        except ValueError:
-            named = False
-        if origin != "*" and not named:
-            raise InputError(f"{option} {origin} is no origin.", "Write it as https://name or https://name:port.")
-    return origins
+            found += [normal(origin)] if origin else []
+        except ValueError as fault:
+            raise InputError(f"{option} {origin} is no origin that a browser could send.", str(fault)) from None
+    return tuple(found)
 
 
 def _log(level: str) -> None:

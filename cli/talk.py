@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,17 +28,25 @@ from .options import (
     positive_seconds,
 )
 from .outputs import Outputs, Targets
-from .render import HEADPHONES, LiveText, Output, note
+from .render import LiveText, Output, note
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event
+    from mlx_voicechat.sound.echo import EchoCanceller
     from mlx_voicechat.voicechat import VoiceChat
 
+    from .client import Wire
     from .dialogue import Dialogue
 
+    MakeCanceller = Callable[[int, int, int], EchoCanceller]
+
+HEADPHONES = "use headphones: through loudspeakers the model hears itself."
 HALF_DUPLEX = "half duplex: while the assistant speaks the microphone is off, and interrupting it is, too."
 OF_THE_FILE = ("extra_decoding_seconds", "fast")
-OF_THE_MICROPHONE = ("duration", "half_duplex", "input_device", "output_device")
+OF_THE_CANCELLER = ("noise_suppression", "auto_gain")
+OF_THE_MICROPHONE = ("duration", "half_duplex", "input_device", "output_device", "echo_cancellation", *OF_THE_CANCELLER)
+OF_OUR_PROTOCOL = ("seed", "fast")
+PROTOCOLS = ("mlxcel", "openai", "duplex", "strict-v3")
 OF_THE_MODEL = ("model", "voice", "speech_weights", "kv_cache", "compiled")
 
 
@@ -67,10 +77,27 @@ def talk(
     half_duplex: Annotated[
         bool, Option("--half-duplex", help="Microphone off while the assistant speaks: no interrupting.")
     ] = False,
+    echo_cancellation: Annotated[
+        bool,
+        Option(
+            "--echo-cancellation/--no-echo-cancellation",
+            help="Take what the loudspeaker plays out of what the microphone hears.",
+        ),
+    ] = True,
+    noise_suppression: Annotated[
+        bool, Option("--noise-suppression", help="Take steady noise out, too; the model was trained without.")
+    ] = False,
+    auto_gain: Annotated[
+        bool, Option("--auto-gain", help="Bring the microphone to one level; the model was trained without.")
+    ] = False,
     url: Annotated[
         str | None,
         Option(metavar="URL", help="A running server: ws, wss, http or https. Without it, the model runs here."),
     ] = None,
+    protocol: Annotated[str, Option(metavar="|".join(PROTOCOLS), help="What the server at --url speaks.")] = PROTOCOLS[
+        0
+    ],
+    typed: Annotated[bool, Option("--type", help="strict-v3: what is typed is said; an empty line is a turn.")] = False,
     api_key: Annotated[
         str, Option(metavar="KEY", envvar="MLX_VOICECHAT_API_KEY", show_default=False, help="The server's key, if any.")
     ] = "",
@@ -96,8 +123,11 @@ def talk(
         _refuse(context, OF_THE_FILE, "works only with --file")
     else:
         _refuse(context, OF_THE_MICROPHONE, "is for the microphone, and does not go with --file")
+    if not echo_cancellation:
+        _refuse(context, OF_THE_CANCELLER, "is a part of echo cancellation, and does not go without")
     if url is not None:
         _refuse(context, OF_THE_MODEL, "is for a model that runs here, and does not go with --url")
+    _check_protocol(context, protocol, url, typed, file)
     if list_devices:
         from .devices import Devices
 
@@ -106,7 +136,8 @@ def talk(
     targets = Targets(output_audio)
     targets.check(file or "-", "--file")
 
-    from .client import realtime_url
+    from mlx_voicechat.client.connecting import realtime_url
+
     from .local_server import LocalServer
 
     if url is not None:
@@ -115,11 +146,13 @@ def talk(
     def load() -> VoiceChat:
         return open_model(model, compiled, speech_weights, kv_cache)
 
-    call = Call(targets, system_prompt, seed)
+    call = Call(targets, system_prompt, seed, protocol, file is None)
     with LocalServer() as here, contextlib.ExitStack() as files:
         dialogue: Dialogue
         if file is None:
-            dialogue = _live(call, input_device, output_device, duration, half_duplex, url is None)
+            push = None if protocol != "strict-v3" else typed
+            make = _canceller(echo_cancellation, noise_suppression, auto_gain)
+            dialogue = _live(call, input_device, output_device, duration, half_duplex, url is None, push, make)
         else:
             dialogue = _recital(files, file, max_seconds, extra_decoding_seconds, fast)
         if url is None:
@@ -135,6 +168,18 @@ def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
             raise InputError(f"{max(option.opts, key=len)} {why}.")
 
 
+def _check_protocol(context: typer.Context, protocol: str, url: str | None, typed: bool, file: str | None) -> None:
+    """Raise InputError for a protocol that there is not, or that does not go with the other options."""
+    if protocol not in PROTOCOLS:
+        raise InputError(f"--protocol must be one of {', '.join(PROTOCOLS)}, not {protocol!r}.")
+    if protocol != PROTOCOLS[0]:
+        if url is None:
+            raise InputError(f"--protocol {protocol} needs --url: a model that runs here speaks {PROTOCOLS[0]}.")
+        _refuse(context, OF_OUR_PROTOCOL, f"does not go with --protocol {protocol}")
+    if typed and (protocol != "strict-v3" or file is not None):
+        raise InputError("--type works only with --protocol strict-v3, and without --file.")
+
+
 def _recital(files: contextlib.ExitStack, file: str, max_seconds: float, extra_seconds: float, fast: bool) -> Dialogue:
     from mlx_voicechat.sound.recordings import AudioReader
 
@@ -146,25 +191,61 @@ def _recital(files: contextlib.ExitStack, file: str, max_seconds: float, extra_s
     return Recital(recording, extra_seconds, fast)
 
 
+def _canceller(wanted: bool, noise_suppression: bool, auto_gain: bool) -> MakeCanceller | None:
+    """What makes the echo canceller, or None and a line. Raises InputError for options that need the package."""
+    if not wanted:
+        note(HEADPHONES)
+        return None
+    from mlx_voicechat.sound.echo import EchoCanceller
+
+    try:
+        EchoCanceller()
+    except InputError as missing:
+        if noise_suppression or auto_gain:
+            raise
+        note(f"no echo cancellation without the package livekit ({missing.remedy}); {HEADPHONES}")
+        return None
+    return functools.partial(EchoCanceller, noise_suppression=noise_suppression, auto_gain=auto_gain)
+
+
 def _live(
-    call: Call, input_device: str | None, output_device: str | None, duration: float | None, half: bool, here: bool
+    call: Call,
+    input_device: str | None,
+    output_device: str | None,
+    duration: float | None,
+    half: bool,
+    here: bool,
+    push: bool | None,
+    canceller: MakeCanceller | None,
 ) -> Dialogue:
+    """`push`: None for an open microphone, else push-to-talk, and whether lines are typed text."""
     from .devices import Devices
     from .live import Live
+    from .push import PushToTalk
 
     devices = Devices()
     microphone, loudspeaker = devices.choose(input_device, "input"), devices.choose(output_device, "output")
-    note(HEADPHONES)
     if half:
         note(HALF_DUPLEX)
-    return Live(devices, microphone, loudspeaker, call.say, duration=duration, half_duplex=half, here=here)
+    kind = Live if push is None else functools.partial(PushToTalk, typed=push)
+    return kind(
+        devices,
+        microphone,
+        loudspeaker,
+        call.say,
+        duration=duration,
+        half_duplex=half,
+        here=here,
+        canceller=canceller,
+    )
 
 
 class Call:
     """One conversation: how it is opened, and where its words and its speech go."""
 
-    def __init__(self, targets: Targets, system_prompt: str | None, seed: int) -> None:
+    def __init__(self, targets: Targets, system_prompt: str | None, seed: int, protocol: str, live: bool) -> None:
         self._targets, self._system_prompt, self._seed = targets, system_prompt, seed
+        self._protocol, self._live = protocol, live
         self._output = Output()
         self._text = LiveText(self._output.write)
 
@@ -187,9 +268,7 @@ class Call:
         dialogue.fail_if_cut_short(self._targets.output_audio)
 
     async def _converse(self, dialogue: Dialogue, url: str, api_key: str, files: contextlib.ExitStack) -> None:
-        from .client import connect
-
-        async with connect(url, api_key, note) as wire:
+        async with self._connected(url, api_key) as wire:
             await wire.open(self._system_prompt, self._seed)
             outputs = Outputs(files, self._targets, wire)
 
@@ -201,3 +280,13 @@ class Call:
 
             with dialogue.opened(wire):
                 await dialogue.run(wire, take)
+
+    def _connected(self, url: str, api_key: str) -> contextlib.AbstractAsyncContextManager[Wire]:
+        """The connection in the protocol that was asked for."""
+        if self._protocol == PROTOCOLS[0]:
+            from .client import connect
+
+            return connect(url, api_key, note)
+        from . import wires
+
+        return wires.connect(self._protocol, url, api_key, self._live)

@@ -114,30 +114,29 @@ def load(
     `options` are those of `LoadOptions`: `compile`, `speech_weights`, `kv_cache`. `say` gets notices: the size of a
     download, too little memory. Raises CheckpointError, HubError and InputError.
     """
-    LoadOptions(**options)  # a wrong one is refused before anything is fetched
-    return load_opened(str(model), checkpoint.open_model(model, say), say, **options)
+    chosen = LoadOptions(**options)
+    return load_opened(str(model), checkpoint.open_model(model, say), chosen, say)
 
 
 def load_opened(
     name: str,
     opened: checkpoint.Checkpoint,
+    options: LoadOptions,
     say: Callable[[str], None] = checkpoint.print_notice,
-    **options: Any,
 ) -> VoiceChat:
     """`load` of a checkpoint that is open already; `name` is what it is called."""
-    chosen = LoadOptions(**options)
-    config, stored, kv_cache = opened.config, opened.stored, chosen.kv_cache
+    config, stored = opened.config, opened.stored
     parameters = opened.parameters()
     limit_buffer_cache()
-    states = memory.States(config, llm_is_float32(stored), kv_cache)
-    requantise = memory.speech_plan(config, stored, chosen.speech_weights, states)
+    states = memory.States(config, llm_is_float32(stored), options.kv_cache)
+    requantise = memory.speech_plan(config, stored, options.speech_weights, states)
     warning = memory.shortfall(config, stored, memory.machine(), requantise, states)
     if warning is not None:
         say(warning)
     loaded = VoiceChat(name, config, opened.tokenizer, parameters, say, requantise)
-    loaded.tts.cache_dtype = memory.kv_cache_type(kv_cache)
+    loaded.tts.cache_dtype = memory.kv_cache_type(options.kv_cache)
     on_gpu = mx.default_device().type == mx.gpu
-    if (on_gpu if chosen.compile is None else chosen.compile) and not loaded.compile():
+    if (on_gpu if options.compile is None else options.compile) and not loaded.compile():
         say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")
     return loaded
 

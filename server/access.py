@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import socket
 from urllib.parse import urlsplit
 
@@ -11,11 +12,12 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .origins import Origins, normal
 from .settings import ServerSettings
 
+TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # of RFC 7230: what a subprotocol may be made of
 KEY_PROTOCOL = "openai-insecure-api-key."  # how a browser sends a key: among the subprotocols it offers
 PROTOCOL = "realtime"
-ANY = "*"
 
 
 def refusal(status: int, code: str, message: str, **headers: str) -> JSONResponse:
@@ -32,10 +34,8 @@ class Gate:
         self.app = app
         self._open_paths = open_paths
         self._key = settings.api_key.encode() if settings.api_key is not None else None
-        self._origins = {origin.rstrip("/").lower() for origin in (*settings.cors_origins, *settings.allowed_origins)}
-        self._hosts = {"localhost", settings.host.lower(), *_own_names()}
-        self._hosts |= {_hostname(origin) for origin in self._origins}
-        self._hosts.discard("")
+        self._origins = Origins(map(normal, (*settings.cors_origins, *settings.allowed_origins)))
+        self._hosts = {"localhost", settings.host.lower(), *_own_names()} - {""}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
@@ -48,7 +48,8 @@ class Gate:
     def _refused(self, scope: Scope) -> JSONResponse | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if not self._host_allowed(host):
+        # Without a Host it is HTTP/1.0, which no browser speaks: h11 refuses it of any other.
+        if "host" in headers and not self._host_allowed(host):
             return refusal(403, "forbidden_host", "This server does not go by that name. Allow it: --allowed-origins.")
         if scope["type"] == "websocket" and not self._origin_allowed(headers.get("origin"), host):
             return refusal(403, "forbidden_origin", "That origin is not allowed. Allow it: --allowed-origins.")
@@ -60,10 +61,10 @@ class Gate:
     def _host_allowed(self, host: str) -> bool:
         """An address cannot be rebound by a foreign DNS server, a name can."""
         name = _hostname(f"http://{host}")
-        return ANY in self._origins or name in self._hosts or _address(name) is not None
+        return name in self._hosts or self._origins.name(name) or _address(name) is not None
 
     def _origin_allowed(self, origin: str | None, host: str) -> bool:
-        if origin is None or ANY in self._origins or origin.lower() in self._origins:
+        if origin is None or self._origins.allow(origin):
             return True
         name, address = _hostname(origin), _address(_hostname(origin))
         loopback = name == "localhost" or (address is not None and address.is_loopback)
@@ -81,6 +82,11 @@ class Gate:
 def chosen_protocol(scope: Scope) -> str | None:
     """The subprotocol to accept with: never the one that holds a key."""
     return PROTOCOL if PROTOCOL in scope.get("subprotocols", []) else None
+
+
+def unsendable(key: str) -> str:
+    """The characters of a key that a browser cannot send with a WebSocket: it refuses the whole call."""
+    return "".join(dict.fromkeys(letter for letter in key if not TOKEN.fullmatch(letter)))
 
 
 def is_loopback(host: str) -> bool:

@@ -16,13 +16,14 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from . import messages
 from .access import chosen_protocol
-from .limits import OUTGOING_EVENTS, SLOW_SECONDS
+from .limits import LATE_SECONDS, OUTGOING_EVENTS, SLOW_SECONDS
 from .settings import ServerSettings
 from .sockets import SCOPE_KEY, Socket
 
 if TYPE_CHECKING:
     from .engine import Engine, Slot
 
+LOOK_SECONDS = 1.0  # between two looks at how long a client is silent
 LISTEN_SECONDS = 0.25  # between two looks at a client that is not read from
 NORMAL, POLICY, FAILED, TRY_LATER = 1000, 1008, 1011, 1013  # closing codes
 
@@ -58,6 +59,8 @@ class Connection(ABC):
     What it reads goes to `slot`, where a slot is taken; what it sends (`send`, `close`) waits in one queue.
     """
 
+    needs_slot = True  # whether it is refused where there is no free one
+
     def __init__(self, websocket: WebSocket, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
@@ -71,6 +74,7 @@ class Connection(ABC):
         self._outgoing: deque[tuple[float, Any]] = deque()
         self._filled, self._moved = asyncio.Event(), asyncio.Event()
         self._watch: asyncio.TimerHandle | None = None
+        self._looked_at = self._awake_since = self.heard_at
 
     @abstractmethod
     def greet(self) -> None:
@@ -100,7 +104,7 @@ class Connection(ABC):
         """Serve the client until one side closes."""
         await self._websocket.accept(chosen_protocol(self._websocket.scope))
         self.engine.metrics.connections.inc()
-        if self.engine.busy:
+        if self.needs_slot and not await self.engine.room():
             self.refuse_busy(None)
         else:
             self.greet()
@@ -112,7 +116,7 @@ class Connection(ABC):
             self._closing = True
             if self._watch is not None:
                 self._watch.cancel()
-            self._release()
+            self.gone()
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -138,10 +142,25 @@ class Connection(ABC):
         self.send(self.busy(event_id))
         self.close(TRY_LATER)
 
-    def _release(self) -> None:
+    def allow_messages(self, size_bytes: int) -> None:
+        """Let messages be as large as this."""
+        self._socket.allow_messages(size_bytes)
+
+    def gone(self) -> None:
+        """The client is gone, or nobody listens to it any more."""
         if self.slot is not None:
             self.slot.release()
             self.slot = None
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits that no more should be read from the client."""
+        return self.slot is not None and self.slot.full
+
+    def left(self, event: Any) -> None:
+        """An entry of the queue was sent."""
+        if isinstance(event, messages.Speech) and self.slot is not None:
+            self.slot.sent()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -156,7 +175,7 @@ class Connection(ABC):
 
     async def _room(self) -> bool:
         """Wait until another message may be read; False when the client has hung up meanwhile."""
-        while not self._closing and ((self.slot and self.slot.full) or len(self._outgoing) >= OUTGOING_EVENTS):
+        while not self._closing and (self.full or len(self._outgoing) >= OUTGOING_EVENTS):
             self._moved.clear()
             try:
                 await asyncio.wait_for(self._moved.wait(), LISTEN_SECONDS)
@@ -172,13 +191,24 @@ class Connection(ABC):
         if self._closing:
             return
         patience = self.patience()
-        end = patience.since + patience.seconds
+        end = max(patience.since, self._awake()) + patience.seconds
         if self.loop.time() < end:
-            self._watch = self.loop.call_at(end, self.watch_silence)
+            self._watch = self.loop.call_at(min(end, self.loop.time() + LOOK_SECONDS), self.watch_silence)
             return
         self.send(patience.event)
         self.close(POLICY)
-        self._release()
+        self.gone()
+
+    def _awake(self) -> float:
+        """Since when this process runs: what a client did while it stood still, or its machine slept, is not read yet.
+
+        It is asked every LOOK_SECONDS at least, or it stood still.
+        """
+        now = self.loop.time()
+        if now > self._looked_at + LOOK_SECONDS + LATE_SECONDS:
+            self._awake_since = now
+        self._looked_at = now
+        return self._awake_since
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -189,12 +219,9 @@ class Connection(ABC):
                 self._filled.clear()
                 await self._filled.wait()
             since, event = self._outgoing.popleft()
-            if self._socket.blocked:
-                try:
-                    await asyncio.wait_for(self._socket.drained(), since + SLOW_SECONDS - self.loop.time())
-                except asyncio.TimeoutError:
-                    await self._give_up()
-                    return
+            if not await self._unblocked(since):
+                await self._give_up()
+                return
             try:
                 if isinstance(event, Close):
                     await self._websocket.close(event.code)
@@ -202,13 +229,23 @@ class Connection(ABC):
                 await self._say(event)
             except WebSocketDisconnect:
                 return
-            if isinstance(event, messages.Speech) and self.slot is not None:
-                self.slot.sent()
+            self.left(event)
             self._moved.set()
 
+    async def _unblocked(self, since: float) -> bool:
+        """Whether the client reads, SLOW_SECONDS after an entry came into the queue at the latest."""
+        while self._socket.blocked:
+            seconds = max(since, self._awake()) + SLOW_SECONDS - self.loop.time()
+            if seconds <= 0:
+                return False
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._socket.drained(), seconds)
+        return True
+
     async def _say(self, event: Any) -> None:
-        if isinstance(event, Error):
-            self.engine.metrics.error(event.code)
+        code = getattr(event, "code", None)
+        if code is not None:
+            self.engine.metrics.error(code)
         kind, fields = self.written(event)
         await self._websocket.send_text(
             json.dumps({"type": kind, "event_id": f"event_{secrets.token_hex(8)}", **fields})
@@ -217,7 +254,7 @@ class Connection(ABC):
     async def _give_up(self) -> None:
         """The client reads slower than real time: its last words jump the queue."""
         self._closing = True
-        self._release()
+        self.gone()
         self._outgoing.clear()
         self._socket.unblock()
         with suppress(WebSocketDisconnect):

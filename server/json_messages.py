@@ -7,7 +7,7 @@ import binascii
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 ECHO_CHARACTERS = 512  # of a client's event_id that an error names
 MOST_DIGITS = 4300  # of an integer
@@ -28,7 +28,7 @@ def parsed(frame: Mapping[str, Any]) -> dict[str, Any]:
     if text is None:
         raise Malformed("Messages are JSON text frames, not binary ones.", False)
     try:
-        message = json.loads(text, parse_int=number)
+        message = json.loads(text.removeprefix("\ufeff"), parse_int=number)
     except RecursionError:
         raise Malformed("The message is nested too deeply.", False) from None
     except ValueError as fault:
@@ -61,7 +61,7 @@ def number(digits: str) -> int | float:
     return int(digits) if len(digits) <= MOST_DIGITS else math.copysign(math.inf, -1 if digits[0] == "-" else 1)
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Whether a JSON value is an integer; in Python a bool is an int."""
     return isinstance(value, int) and not isinstance(value, bool)
 

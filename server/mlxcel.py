@@ -23,6 +23,7 @@ from . import messages
 from .connection import NORMAL, Connection, Error, Patience, sessions_in_use
 from .json_messages import Malformed, client_event_id, decoded, is_integer, named, parsed
 from .limits import PROMPT_CHARACTERS, SLOW_SECONDS
+from .mlxcel_offer import check_audio, check_offer
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -75,8 +76,10 @@ class Pong:
 # -- messages of the client --------------------------------------------------------------------------------------------
 
 
-def session_options(message: dict[str, Any], most_seconds: float) -> messages.Open:
-    """What `session.update` asks for. Raises Wrong."""
+def session_options(
+    message: dict[str, Any], most_seconds: float, voice: str, rates_hz: tuple[int, int]
+) -> messages.Open:
+    """What `session.update` asks for; `voice` and `rates_hz` are what there is. Raises Wrong."""
 
     def need(condition: bool, expected: str, value: object) -> None:
         if not condition:
@@ -84,6 +87,10 @@ def session_options(message: dict[str, Any], most_seconds: float) -> messages.Op
 
     session = message.get("session", {})
     need(isinstance(session, dict), "session must be an object", session)
+    try:
+        check_offer(message, session, voice, rates_hz)
+    except ValueError as fault:
+        raise Wrong("session_initialization_failed", str(fault)) from None
     prompt, seed, seconds = (session.get(key) for key in ("system_prompt", "seed", "max_streaming_seconds"))
     need(prompt is None or isinstance(prompt, str), "session.system_prompt must be a string", prompt)
     if prompt is not None and len(prompt) > PROMPT_CHARACTERS:
@@ -102,6 +109,10 @@ def audio_samples(message: dict[str, Any], rate_hz: int) -> bytes:
     rate = message.get("sample_rate", rate_hz)
     if not is_integer(rate) or rate != rate_hz:
         raise Wrong("inference_error", f"sample_rate is {named(rate)}, the model hears {rate_hz} Hz.")
+    try:
+        check_audio(message)
+    except ValueError as fault:
+        raise Wrong("inference_error", str(fault)) from None
     audio = message.get("audio")
     if not isinstance(audio, str):
         missing = "" if "audio" in message else " (it is missing)"
@@ -192,7 +203,9 @@ class Mlxcel(Connection):
     def _update(self, message: dict[str, Any], event_id: str | None) -> None:
         after = self._after(UPDATE)
         self._setup_from = self.loop.time()
-        options = session_options(message, self.settings.max_audio_seconds)
+        config = self.engine.config
+        voice, rates_hz = self.settings.voice or config.speaker, (config.input_rate_hz, config.output_rate_hz)
+        options = session_options(message, self.settings.max_audio_seconds, voice, rates_hz)
         self._update_id = event_id
         self.slot = self.engine.reserve(options, self._deliver)
         if self.slot is None:

@@ -18,13 +18,10 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
-from mlx_voicechat.errors import VoiceChatError
-
 from .limits import CLOSING_SECONDS, UNREAD_SECONDS
-from .settings import ServerSettings
+from .listening import Door, Requests, most_connections
+from .settings import MESSAGE_BYTES, ServerSettings
 
-RECEIVE_BYTES = 2**17  # in the kernel: three seconds of audio that are not read yet
-SEND_BYTES = 2**16  # in the kernel: one second of speech
 WRITE_BYTES = 2**14  # in the process: beyond it nothing is sent until the client has read
 UNREAD_BYTES = 2**17  # in the process, of answers to pings: then the client is cut off
 MOST_FRAGMENTS = 2**16  # of one message
@@ -33,32 +30,6 @@ END_SECONDS = 0.5  # for a client to answer the closing when the server ends
 GRACE_SECONDS = 1  # for connections when the server ends
 SCOPE_KEY = "mlx_voicechat.socket"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket, port 0 for any free one. Raises VoiceChatError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Accepted sockets inherit them: what the kernel buffers, no queue of ours can bound.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
-            listener.bind(address)
-            listener.listen(128)
-            listener.setblocking(False)
-        except BaseException:
-            listener.close()
-            raise
-        return listener
-    except (OSError, OverflowError, UnicodeError) as fault:
-        reason = getattr(fault, "strerror", None) or str(fault)
-        raise VoiceChatError(
-            f"Cannot listen on {host} port {port}: {reason}.", "Choose others with --host and --port."
-        ) from None
 
 
 class Socket(WebSocketsSansIOProtocol):
@@ -91,6 +62,10 @@ class Socket(WebSocketsSansIOProtocol):
         if self._cutting or self.transport.is_closing():  # and the handler does not know yet
             raise ClientDisconnected
         await super().send(message)
+
+    def allow_messages(self, size_bytes: int) -> None:
+        """Take messages as large as this from now on."""
+        self.conn.max_message_size = size_bytes
 
     @property
     def blocked(self) -> bool:
@@ -178,9 +153,9 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=Requests,
             ws=Socket,
-            ws_max_size=settings.max_message_bytes,
+            ws_max_size=settings.max_message_bytes or MESSAGE_BYTES,
             ws_ping_timeout=None,  # a pong waits behind audio that is not read yet
             ws_per_message_deflate=False,  # base64 of speech hardly shrinks
             lifespan="on",
@@ -194,6 +169,24 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.ended_by: int | None = None
+        self._most_connections = most_connections(settings.max_sessions)
+        self._door: Door | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections of `sockets`, in place of uvicorn."""
+        await super().startup(sockets=[])
+
+        def protocol() -> Requests:
+            return Requests(self.config, self.server_state, self.lifespan.state)
+
+        self._door = Door(protocol, self.server_state.connections, self._most_connections, self.config.ssl)
+        self._door.open(sockets or [])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End in order."""
+        if self._door is not None:
+            await self._door.shut()
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

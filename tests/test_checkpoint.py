@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,14 @@ import pytest
 from mlx.utils import tree_flatten
 from support.checkpoints import GOLDEN, copy_of, edit_json, rewrite, tensors_of
 
+import mlx_voicechat
 from mlx_voicechat import assets
+from mlx_voicechat.cli.info import describe
 from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import CheckpointError, InputError, VoiceChatError
+from mlx_voicechat.gauges.bench import bench
 from mlx_voicechat.networks.tree import Networks
-from mlx_voicechat.weights import checkpoint, hub, layout
+from mlx_voicechat.weights import checkpoint, hub, layout, shards
 from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import verify
 
@@ -482,3 +486,34 @@ def test_bits_are_read_from_the_file(tmp_path: Path) -> None:
     refused(lambda: load(folder), "quantization of stt_model.lm_head", "'bits': 8", "4 bits in groups of 64")
     edit_json(folder / "config.json", lambda raw: raw["quantization"].update({"stt_model.lm_head": False}))
     refused(lambda: load(folder), "does not say how 1 layers that have scales are quantised", "stt_model.lm_head")
+
+
+# -- opened once --------------------------------------------------------------------------------------------------
+
+
+def opened_headers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the headers that are read from now on, by file name."""
+    counts: Counter[str] = Counter()
+    places = shards.places
+
+    def counted(path: Path) -> Any:
+        counts[path.name] += 1
+        return places(path)
+
+    monkeypatch.setattr(shards, "places", counted)
+    return counts
+
+
+@pytest.mark.parametrize("command", ["load", "info", "bench"])
+def test_each_header_is_read_once(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = GOLDEN / "tiny-4bit"
+    files = shards.files(folder)
+    counts = opened_headers(monkeypatch)
+    if command == "load":
+        mlx_voicechat.load(folder, compile=False)
+    elif command == "info":
+        describe(str(folder))
+    else:
+        bench(folder, frames=1, compile=False, bandwidth_gbps=1.0)
+    assert len(files) > 1
+    assert counts == dict.fromkeys(files, 1)

@@ -29,7 +29,8 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """`talk` -> exit code, stdout, stderr."""
+    """`talk` without the echo canceller's package -> exit code, stdout, stderr."""
+    monkeypatch.setitem(sys.modules, "livekit", None)
     monkeypatch.delenv("MLX_VOICECHAT_API_KEY", raising=False)
     monkeypatch.delenv("MLX_VOICECHAT_MODEL", raising=False)
 
@@ -174,7 +175,10 @@ def test_a_conversation(command: Command, monkeypatch: pytest.MonkeyPatch) -> No
         code, printed, err = command("--url", server.url, "--duration", 2, "-p", "Be brief.", "--seed", 3)
     assert (code, printed) == (0, "Hello.\n[user]\n")
     first, second, *_ = err.splitlines()
-    assert first == "note: use headphones: through loudspeakers the model hears itself, there is no echo cancellation."
+    assert first == (
+        "note: no echo cancellation without the package livekit (pip install livekit); "
+        "use headphones: through loudspeakers the model hears itself."
+    )
     assert second == "note: Built-in Microphone listens, Built-in Output speaks; Ctrl-C ends."
     assert server.heard[0]["session"] == {"system_prompt": "Be brief.", "seed": 3}
     assert server.heard[-1]["type"] == "input_audio_buffer.commit"

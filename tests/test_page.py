@@ -282,3 +282,22 @@ def test_a_key_is_asked_for_and_sent(page: Page) -> None:
         page.click("#stop")
         page.wait_state("ready")
         assert "sk-1" not in page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
+
+
+def test_faint_sound_is_not_sent_while_the_assistant_speaks(page: Page) -> None:
+    """The gate: the noise after the question goes out in a pause, and not while something sounds."""
+    sent = {}
+    for speaking in (True, False):
+        scene = Scene(ahead=RESERVE_FRAMES, speaks=lambda index, speaking=speaking: speaking)
+        with stand_in(scene) as url:
+            talk(page, url)
+            page.wait_state("speaking" if speaking else "listening")
+            page.wait("window.tapped.blocks.length * 128 > 5.5 * window.tapped.rate")
+            page.click("#stop")
+            page.wait_state("ready")
+            sent[speaking] = scene.heard()
+    rate_hz = 16000
+    assert sent[False][4 * rate_hz : 5 * rate_hz].any()
+    assert not sent[True][4 * rate_hz : 5 * rate_hz].any()
+    assert np.abs(sent[True]).max() > 0.1 * 32768  # who is louder is heard
+    assert page.complaints == []

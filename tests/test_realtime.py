@@ -223,6 +223,46 @@ def test_a_session_that_cannot_be_opened(url: str, session: Any) -> None:
         assert caller.open()["session"]["state"] == "ready"  # it may be tried again
 
 
+@pytest.mark.parametrize(
+    ("session", "words"),
+    [
+        ({"voice": "alloy"}, ['session.voice is "alloy"', '"Aria"']),
+        ({"voice": 5}, ["session.voice is 5"]),
+        ({"input_audio_format": "g711_ulaw"}, ['session.input_audio_format.type is "g711_ulaw"', '"pcm16"']),
+        ({"input_audio_format": {"type": "pcm16", "sample_rate": 24000}}, ["sample_rate is 24000", "16000"]),
+        ({"output_audio_format": {"sample_rate": 16000}}, ["session.output_audio_format.sample_rate", "22050"]),
+        ({"output_audio_format": {"channels": 2}}, ["channels is 2", "offered is 1"]),
+        ({"output_audio_format": {"channels": True}}, ["channels is true"]),
+        ({"input_audio_format": {"rate": 16000}}, ['"rate"', "sample_rate"]),
+        ({"input_audio_format": 5}, ["session.input_audio_format must be an object"]),
+        ({"temperature": 0.8}, ['no field "temperature"', "system_prompt, seed"]),
+        ({"instructions": "Be brief."}, ['no field "instructions"', "system_prompt"]),
+        ({"turn_detection": {"type": "server_vad"}}, ['no field "turn_detection"']),
+    ],
+    ids=str,
+)
+def test_what_is_not_offered_is_refused_by_name(url: str, session: dict[str, Any], words: list[str]) -> None:
+    with greeted(url) as caller:
+        code, text = caller.refusal({"type": "session.update", "session": session, "event_id": "mine"})
+        assert code == INITIALISATION
+        assert all(word in text for word in words), text
+        caller.open()
+
+
+def test_a_field_beside_the_session(url: str) -> None:
+    with greeted(url) as caller:
+        update = {"type": "session.update", "system_prompt": "Be brief.", "event_id": "mine"}
+        assert "Put it into session: session.system_prompt." in caller.refusal(update)[1]
+        assert "Put it" not in caller.refusal({"type": "session.update", "mode": 1, "event_id": "mine"})[1]
+        caller.open()
+
+
+def test_a_byte_order_mark_before_a_message(url: str) -> None:
+    with greeted(url) as caller:
+        caller.send('\ufeff{"type": "session.update"}')
+        assert caller.receive()["type"] == "session.updated"
+
+
 def test_numbers_of_thousands_of_digits(url: str) -> None:
     digits = "9" * 5000
     with greeted(url) as caller:
@@ -246,7 +286,9 @@ def test_numbers_of_thousands_of_digits(url: str) -> None:
         {"max_streaming_seconds": 1e300},
         {"max_streaming_seconds": float("inf")},
         {"system_prompt": ""},
-        {"voice": "alloy", "turn_detection": None},
+        {"voice": "Aria", "turn_detection": None},
+        {"input_audio_format": "pcm16", "output_audio_format": {"type": "pcm16", "sample_rate": 22050}},
+        {"input_audio_format": {"type": "pcm16", "sample_rate": 16000, "channels": 1}, "output_audio_format": None},
     ],
     ids=str,
 )
@@ -291,6 +333,8 @@ BAD_APPENDS: list[dict[str, Any]] = [
         for text in ("?", "AAA", "AAA=A", "A A A", "AAAA\n", " AAAA", "-_-_", "AAA=====", "é", "=", "\ud800")
     ),
     *(audio_of(base64.b64encode(bytes(n)).decode()) for n in (1, 3, 2559)),
+    *(audio_of(ONE, format=form) for form in ("g711_ulaw", "float32", 5, None)),
+    *(audio_of(ONE, channels=count) for count in (2, 0, True, "1")),
     *(audio_of(ONE, sample_rate=rate) for rate in (8000, 24000, 0, -16000, 16001, 10**400)),
     *(audio_of(ONE, sample_rate=rate) for rate in ("16000", 16000.5, True, None, [], {}, float("nan"), float("inf"))),
 ]

@@ -20,8 +20,9 @@ import pytest
 import soundfile
 
 from mlx_voicechat.cli import client, recital
-from mlx_voicechat.cli.client import realtime_url
 from mlx_voicechat.cli.main import run
+from mlx_voicechat.client import connecting
+from mlx_voicechat.client.connecting import realtime_url
 from mlx_voicechat.errors import InputError
 from tests.support.checkpoints import GOLDEN
 from tests.support.scripted_server import Peer, standing_in
@@ -345,7 +346,7 @@ def test_a_loading_server_is_waited_for(command: Command, kept: Path, monkeypatc
     with standing_in(whole, [(503, "")] * 2) as server:
         code, printed, err = command(server.url)
     assert (code, printed, err) == (0, "[user]\n", "note: the server is still loading its model: waiting for it.\n")
-    monkeypatch.setattr(client, "LOADING_SECONDS", 0.5)
+    monkeypatch.setattr(connecting, "LOADING_SECONDS", 0.5)
     with standing_in(whole, [(503, '{"error": {"message": "Loading."}}')] * 9) as server:
         code, printed, err = command(server.url, "--output-audio", kept)
     assert (code, printed, err.count("\n")) == (1, "", 2)
@@ -382,7 +383,7 @@ def test_something_else_listens(command: Command, kept: Path, answer: bytes) -> 
 
 
 def test_no_answer_at_all(command: Command, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(connecting, "CONNECT_SECONDS", 0.3)
     with listener(None) as place:
         line = one_line(command(f"ws://{place}", "--output-audio", kept))
     assert f"{place} did not answer within 0.3 s." in line

@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten
 
 from ..config import ModelConfig
 from ..frame import Frame
+from ..options import LoadOptions
 from ..voicechat import VoiceChat, load_opened
 from ..weights import checkpoint
 from ..weights.precision import Choice, check_choice, llm_is_float32
@@ -95,7 +96,6 @@ def bench(
     started = time.perf_counter()
     session = loaded.session(profile=True)
     opening = time.perf_counter() - started
-    profile = _profile(session.profile)
     resident_at_start = resident()
     for done in range(1, frames + 1):
         session.push(next(noise), config.input_rate_hz)
@@ -104,10 +104,11 @@ def bench(
             break
     gc.collect()
 
+    profile = _profile(session.profile)
     summary = profile.summary()
     states = memory.States(config, llm_is_float32(stored), kv_cache)
-    announced = memory.announce(config, stored, session.frames, requantise=plan, states=states)
-    figures = _memory(loading, announced) | {"resident": networks_resident(loaded, loading.bytes)}
+    figures = _memory(loading, memory.announce(config, stored, session.frames, requantise=plan, states=states))
+    figures["resident"] = networks_resident(loaded, loading.bytes)
     figures["process"] |= {"first_frame_bytes": resident_at_start, "last_frame_bytes": resident()}
     bandwidth = bandwidth_gbps or traffic.measured_bandwidth()
     report: dict[str, Any] = {
@@ -121,10 +122,9 @@ def bench(
         "memory": figures,
         "floor": floor(traffic.traffic(config, stored, session.frames, plan, states), bandwidth, summary["stages"]),
         "bandwidth": {"gbps": bandwidth, "measured": bandwidth_gbps is None},
+        **({"sub_stages": sub_stages} if sub_stages is not None else {}),
+        "notes": [*summary["notes"], *_notes(counted)],
     }
-    if sub_stages is not None:
-        report["sub_stages"] = sub_stages
-    report["notes"] = [*summary["notes"], *_notes(counted)]
     return report, profile.every_frame()
 
 
@@ -230,7 +230,8 @@ def _load(
     mx.reset_peak_memory()
     started = time.perf_counter()
     opened = checkpoint.open_model(model, say)
-    loaded = load_opened(str(model), opened, say, compile=False, speech_weights=speech_weights, kv_cache=kv_cache)
+    options = LoadOptions(compile=False, speech_weights=speech_weights, kv_cache=kv_cache)
+    loaded = load_opened(str(model), opened, options, say)
     seconds = time.perf_counter() - started
     return opened, loaded, Loading(seconds, active, mx.get_active_memory(), mx.get_peak_memory(), process, resident())
 

@@ -17,6 +17,7 @@ from threadpoolctl import threadpool_limits
 from ..config import LlmConfig
 from .activations import relu, silu, silu_of_rows
 from .cache import BLOCK, KvCache
+from .causal_conv import causal_conv, taps_of
 from .linear import Linear, Product, add_product, numpy_is_faster, numpy_product, prepare_linears, product
 
 QUERY_BLOCK = 64  # positions that attend at once: keys after the last of them are never looked at
@@ -68,12 +69,12 @@ class MambaMixer(nn.Module):
     def prepare(self) -> None:
         """Build the float32 constants that no step should compute again."""
         grouped, head = (self._config.n_groups, -1), self._config.mamba_head_dim
-        wide = [a.astype(mx.float32) for a in (self.A_log, self.dt_bias, self.D, self.norm.weight, self.conv1d.weight)]
+        wide = [a.astype(mx.float32) for a in (self.A_log, self.dt_bias, self.D, self.norm.weight)]
         self._rate, self._dt_bias = -mx.exp(wide[0]), wide[1]
         self._skip = mx.repeat(wide[2], head).reshape(grouped)
         self._gain = wide[3].reshape(grouped)
-        self._taps = [mx.contiguous(wide[4][:, tap, 0]) for tap in range(wide[4].shape[1])]
-        bias = self.conv1d.bias if "bias" in self.conv1d else mx.zeros(wide[4].shape[:1])
+        self._taps = taps_of(self.conv1d.weight)
+        bias = self.conv1d.bias if "bias" in self.conv1d else mx.zeros(self.conv1d.weight.shape[:1])
         self._conv_bias = bias.astype(mx.float32)
         mx.eval(self._rate, self._dt_bias, self._skip, self._gain, self._taps, self._conv_bias)
 
@@ -93,10 +94,7 @@ class MambaMixer(nn.Module):
         batch, inner, size = state.ssm.shape[0], c.mamba_inner, c.n_groups * c.ssm_state_size
         projected = multiply(self.in_proj, x).reshape(batch, -1, inner + c.conv_dim + c.mamba_num_heads)
         gate, channels, dt = mx.split(projected, [inner, inner + c.conv_dim], axis=-1)
-        window, conv = _window(state.conv, channels)
-        mixed = self._conv_bias
-        for tap, rows in zip(self._taps, window, strict=True):
-            mixed = mixed + tap * rows
+        mixed, conv = causal_conv(channels, state.conv, self._taps, self._conv_bias)
         scan, activate = (_scan_one, silu) if channels.shape[1] == 1 else (_scan_many, silu_of_rows)
         value, key, query = mx.split(activate(mixed), [inner, inner + size], axis=-1)
         read, ssm = scan(value, key, query, *self._time_steps(dt), state.ssm, c.n_groups)
@@ -114,18 +112,6 @@ class MambaMixer(nn.Module):
         if high < math.inf:
             dt = mx.minimum(dt, high)
         return dt, dt * self._rate
-
-
-def _window(past: tuple[mx.array, ...], channels: mx.array) -> tuple[list[mx.array], tuple[mx.array, ...]]:
-    """What each tap of the causal convolution reads, (B, T, channels) a tap, and the inputs to keep."""
-    kept, length = len(past), channels.shape[1]
-    if length == 1:
-        rows = [*past, channels]
-        return rows, tuple(rows[1:])
-    padded = mx.concatenate([*past, channels], axis=1)
-    # take copies: slices would keep the whole prompt's inputs alive in the state
-    last = mx.take(padded, mx.arange(length, length + kept), axis=1)
-    return [padded[:, tap : tap + length] for tap in range(kept + 1)], tuple(mx.split(last, kept, axis=1))
 
 
 def _scan_one(

@@ -102,11 +102,11 @@ export class Conversation {
 
   // -- from the microphone
 
-  hear({ frame, peak: level }) {
+  hear({ frame, peak: level, heard }) {
     if (!this.running) return;
     const { muted, halfDuplex } = this.switches;
     const off = muted || (halfDuplex && this.speaking);
-    this.checkSound(level);
+    this.checkSound(heard);
     this.checkLag(this.timing.lagSeconds);
     const loudness = off ? 0 : level;
     this.sinceLoud = loudness > LOUD_PEAK ? 0 : this.sinceLoud + 1;

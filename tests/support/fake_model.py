@@ -19,6 +19,7 @@ CONFIG = SimpleNamespace(
     frame_samples_out=1764,
     eos_id=2,
     demonstration="",
+    speaker="Aria",
 )
 SCRIPT = {2: ("user", "Hello"), 3: ("user", " there."), 6: ("assistant", "Good"), 7: ("assistant", " day.")}
 KINDS: dict[str, Callable[[int, str, str], Event]] = {

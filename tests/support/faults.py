@@ -250,7 +250,7 @@ def verdict(raw: str | bytes, configured: bool) -> str | None:
     if kind == "session.ping":
         return None
     if kind == "session.update":
-        return "invalid_request" if configured else _update(message.get("session", {}))
+        return "invalid_request" if configured else _update(message)
     if not configured:
         return "invalid_request"
     if kind == "input_audio_buffer.append":
@@ -262,9 +262,16 @@ def verdict(raw: str | bytes, configured: bool) -> str | None:
     return "ends" if kind in ("session.cancel", "response.cancel") else "invalid_request"
 
 
-def _update(session: Any) -> str:
-    failed = "session_initialization_failed"
+SESSION = {"system_prompt", "seed", "max_streaming_seconds", "model", "voice", "input_audio_format"}
+
+
+def _update(message: dict[str, Any]) -> str:
+    failed, session = "session_initialization_failed", message.get("session", {})
     if not isinstance(session, dict):
+        return failed
+    if {key for key in message if message[key] is not None} - {"type", "event_id", "session"}:
+        return failed
+    if {key for key in session if session[key] is not None} - SESSION - {"output_audio_format"}:
         return failed
     prompt, number, seconds = (session.get(key) for key in ("system_prompt", "seed", "max_streaming_seconds"))
     if prompt is not None and (type(prompt) is not str or len(prompt) > 32768 or re.search("[\ud800-\udfff]", prompt)):

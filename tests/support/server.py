@@ -56,8 +56,9 @@ def running_server(model: Any = "tiny", *, wait_ready: bool = True, **options: A
     import mlx_voicechat
     from mlx_voicechat.server.app import create_app
     from mlx_voicechat.server.engine import Engine
+    from mlx_voicechat.server.listening import listen
     from mlx_voicechat.server.settings import ServerSettings
-    from mlx_voicechat.server.sockets import Server, listen
+    from mlx_voicechat.server.sockets import Server
 
     name = str(model) if isinstance(model, str | Path) else str(getattr(model, "name", model))
     settings = ServerSettings(model=name, **options)
@@ -67,14 +68,14 @@ def running_server(model: Any = "tiny", *, wait_ready: bool = True, **options: A
 
     engine = Engine(load, settings)
     app = create_app(engine, settings)
-    listener = listen(settings.host, 0)
+    listeners = listen(settings.host, 0)
     server = Server(app, settings)
     started, loops, faults = threading.Event(), [], []
 
     async def serve() -> None:
         loops.append(asyncio.get_running_loop())
         started.set()
-        await server.serve([listener])
+        await server.serve(listeners)
 
     def run() -> None:
         try:
@@ -89,13 +90,14 @@ def running_server(model: Any = "tiny", *, wait_ready: bool = True, **options: A
         started.wait(WAIT_SECONDS)
         if wait_ready:
             engine.wait_ready(WAIT_SECONDS)
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        address = f"127.0.0.1:{listeners[0].getsockname()[1]}"
         ws_url = f"ws://{address}{settings.api_prefix}/v1/realtime"
         yield RunningServer(f"http://{address}", ws_url, engine, app, server, loops[0])
     finally:
         server.should_exit = True
         thread.join(WAIT_SECONDS)
-        listener.close()
+        for listener in listeners:
+            listener.close()
     if faults:
         raise faults[0]
     assert not thread.is_alive(), "the server did not end"

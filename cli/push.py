@@ -1,0 +1,57 @@
+"""Push-to-talk: Enter begins and ends what is said to the model; typed lines are said for the person. No MLX."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any
+
+from mlx_voicechat.errors import ServerError
+
+from .live import Live
+from .wires import StrictTimeline
+
+if TYPE_CHECKING:
+    from .client import Wire
+
+HOW = "press Enter to speak, and again when you have spoken."
+TYPED = "type a line to have it said; an empty one begins and ends what you speak yourself."
+
+
+class PushToTalk(Live):
+    """As Live, with the turns of strict-v3. `typed`: lines that are not empty are typed text."""
+
+    def __init__(self, *devices: Any, typed: bool, **options: Any) -> None:
+        super().__init__(*devices, **options)
+        self._typed = typed
+        self._acts: set[asyncio.Task[None]] = set()
+
+    async def _send(self, wire: Wire) -> None:
+        assert isinstance(wire, StrictTimeline)
+        loop = asyncio.get_running_loop()
+        self._say(TYPED if self._typed else HOW)
+        loop.add_reader(sys.stdin.fileno(), self._line, wire)
+        try:
+            await super()._send(wire)
+        finally:
+            loop.remove_reader(sys.stdin.fileno())
+            for act in self._acts:
+                act.cancel()
+
+    def _line(self, wire: StrictTimeline) -> None:
+        line = sys.stdin.readline()
+        if not line:  # the terminal is closed
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            return
+        act = asyncio.create_task(self._act(wire, line.strip()))
+        self._acts.add(act)
+        act.add_done_callback(self._acts.discard)
+
+    async def _act(self, wire: StrictTimeline, text: str) -> None:
+        try:
+            if self._typed and text:
+                await wire.type_text(text)
+            else:
+                self._say("listening; Enter ends." if await wire.toggle() else "heard.")
+        except ServerError as fault:
+            self._say(str(fault))
