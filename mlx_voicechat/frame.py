@@ -29,6 +29,7 @@ class Calls(Enum):
 
     FREE = "free"  # nothing
     SILENCE = "silence"  # the text id is PAD
+    ALONE = "alone"  # so it is, and any other function id is PAD
     REFUSE = "refuse"  # it is replaced by PAD, and told
 
 

@@ -66,6 +66,7 @@ class SessionOptions:
     tool_timeout: float = option(30.0, "seconds until a call without a result fails")
     tool_key_order: str = option("given", "order of the keys of a tool's JSON in the prompt", ("given", "sorted"))
     prompt_copies: int = option(1, "how often the system prompt stands before the conversation", (1, 2))
+    drop_strays: bool = option(False, "in the agent's turn, let nothing but a call onto the function channel")
     wait_for_tools: bool = option(False, "wait for a call's function before the next frame: for files")
     turns: str = option("model", "who opens and ends the assistant's turns", ("model", "application"))
     turn_events: bool = option(False, "tell the turns of a model that owns them, too")

@@ -319,7 +319,8 @@ class Session:
 
     def _override(self) -> Override:
         """What replaces the model's own choice in the next frame: turns first, then a tool cycle, then `force`."""
-        turns, cycle = self._turns.forced(self.in_cycle), self._channel.forced()
+        turns = self._turns.forced(self.in_cycle)
+        cycle = self._channel.forced(in_turn=self.turn == Phase.AGENT)
 
         def first(*ids: int | None) -> int:
             return next((token for token in ids if token is not None), NO_FORCE)

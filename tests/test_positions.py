@@ -133,6 +133,8 @@ def chosen(model: VoiceChat, override: Override, own: tuple[int, int]) -> tuple[
         (Override(function=20, calls=Calls.SILENCE), (65, 12), (12, 20)),
         (Override(calls=Calls.REFUSE), (65, 20), (65, 12)),
         (Override(calls=Calls.REFUSE), (65, 30), (65, 30)),
+        (Override(calls=Calls.ALONE), (65, 30), (65, 12)),
+        (Override(calls=Calls.ALONE), (65, 20), (12, 20)),
     ],
 )
 def test_override(talking: VoiceChat, override: Override, own: tuple[int, int], ids: tuple[int, int]) -> None:
