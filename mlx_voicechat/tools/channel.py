@@ -82,7 +82,9 @@ class Channel:
     def between_frames(self) -> bool:
         """Whether the next step is one of the LLM alone."""
         working = (CycleState.CALLING, CycleState.INJECTING, CycleState.CLOSING)
-        return self._held and self._cycle is not None and self._cycle.state in working
+        if self._cycle is None:
+            return False
+        return self._cycle.dropped or (self._held and self._cycle.state in working)
 
     @property
     def stands_still(self) -> bool:
