@@ -296,11 +296,13 @@ class Model:
             function = mx.full(function.shape, override.function, function.dtype)
         elif override.calls == Calls.REFUSE:
             function = mx.where(function == start, config.pad_id, function)
+        elif override.calls == Calls.ALONE:
+            function = mx.where(function == start, function, config.pad_id)
         if override.text != NO_FORCE:
             text = mx.full(text.shape, override.text, text.dtype)
         elif override.held_back:
             text = mx.where(text == config.bos_id, config.pad_id, text)
-        if override.calls == Calls.SILENCE:
+        if override.calls in (Calls.SILENCE, Calls.ALONE):
             text = mx.where(function == start, config.pad_id, text)
         return text, function
 

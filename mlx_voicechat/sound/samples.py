@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError
-from ..options import brief
+from ..errors import InputError, brief
 from .pcm import MAX_AMPLITUDE
 
 FLOOR_DBFS = -200.0  # of digital silence

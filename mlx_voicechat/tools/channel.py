@@ -40,6 +40,7 @@ class Channel:
 
     def __init__(self, model: Model, options: SessionOptions) -> None:
         self.runner = Runner(options.tool_timeout)
+        self._drop_strays = options.drop_strays
         self._held = options.tool_clock == "held"
         self._cycle: Cycle | None = None
         tools = by_name(options.tools)
@@ -104,13 +105,14 @@ class Channel:
         calls = () if self._cycle is None else self._cycle.open_calls
         return tuple(call for call in calls if not self.runner.runs(call.call_id))
 
-    def forced(self) -> Forced:
-        """What the next frame must carry."""
+    def forced(self, in_turn: bool) -> Forced:
+        """What the next frame must carry; `in_turn`: the agent's turn is open."""
         cycle = self._cycle
         if cycle is None:
             return Forced()
         if not cycle.active:
-            return Forced(calls=Calls.REFUSE if cycle.exhausted else Calls.SILENCE)
+            calls = Calls.ALONE if in_turn and self._drop_strays else Calls.SILENCE
+            return Forced(calls=Calls.REFUSE if cycle.exhausted else calls)
         pad = self._tokens.pad
         if cycle.waiting:
             return Forced(pad, pad, cycle.spoken)
