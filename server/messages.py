@@ -189,6 +189,7 @@ class Speech:
     samples: bytes
     codes: tuple[int, ...]
     cancelled: bool = False  # of a turn that is being driven to its end
+    unheard: bool = False  # no audio was there: the model heard silence in its place
 
 
 @dataclass(frozen=True)
