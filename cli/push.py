@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from mlx_voicechat.errors import ServerError
+from mlx_voicechat.errors import DeviceError, ServerError
 
 from .live import Live
 from .wires import StrictTimeline
@@ -24,28 +25,35 @@ class PushToTalk(Live):
     def __init__(self, *devices: Any, typed: bool, **options: Any) -> None:
         super().__init__(*devices, **options)
         self._typed = typed
+        self._keys = b""
         self._acts: set[asyncio.Task[None]] = set()
 
     async def _send(self, wire: Wire) -> None:
         assert isinstance(wire, StrictTimeline)
-        loop = asyncio.get_running_loop()
         self._say(TYPED if self._typed else HOW)
-        loop.add_reader(sys.stdin.fileno(), self._line, wire)
+        loop = asyncio.get_running_loop()
+        try:
+            keyboard = sys.stdin.fileno()
+            loop.add_reader(keyboard, self._read, wire, keyboard)
+        except (OSError, ValueError, AttributeError):  # closed, or a file
+            raise DeviceError("Standard input is no keyboard.", "Run it in a terminal, or use --file.") from None
         try:
             await super()._send(wire)
         finally:
-            loop.remove_reader(sys.stdin.fileno())
+            loop.remove_reader(keyboard)
             for act in self._acts:
                 act.cancel()
 
-    def _line(self, wire: StrictTimeline) -> None:
-        line = sys.stdin.readline()
-        if not line:  # the terminal is closed
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            return
-        act = asyncio.create_task(self._act(wire, line.strip()))
-        self._acts.add(act)
-        act.add_done_callback(self._acts.discard)
+    def _read(self, wire: StrictTimeline, keyboard: int) -> None:
+        """Keys have come: do what each whole line asks for."""
+        keys = os.read(keyboard, 4096)
+        if not keys:  # the terminal is closed
+            asyncio.get_running_loop().remove_reader(keyboard)
+        *lines, self._keys = (self._keys + keys).split(b"\n")
+        for line in lines:
+            act = asyncio.create_task(self._act(wire, line.decode(errors="replace").strip()))
+            self._acts.add(act)
+            act.add_done_callback(self._acts.discard)
 
     async def _act(self, wire: StrictTimeline, text: str) -> None:
         try:

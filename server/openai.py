@@ -141,6 +141,10 @@ class OpenAISession:
         self._close(closing)
         self.end()
 
+    def is_new(self, message: dict[str, Any]) -> bool:
+        """Whether a message was not taken before; only what is resumed can be sent again."""
+        return True
+
     # -- what others see -----------------------------------------------------------------------------------------
 
     @property
