@@ -163,8 +163,10 @@ def generate(
         if session.profile and targets.profile_frames:
             timings = json.dumps(session.profile.every_frame(), indent=1)
             files.enter_context(TextFile(targets.profile_frames)).write(timings + "\n")
-    text.close()
-    output.write(json.dumps(_result(session)) + "\n" if as_json else offline.getvalue())
+        text.close()  # before the files are put in place, which may fail
+        output.write(json.dumps(_result(session)) + "\n" if as_json else offline.getvalue())
+    if outputs.fault:
+        raise outputs.fault
     if summary and not profile_json:
         complain(summary)
     _fail_if_cut_short(session, last)
