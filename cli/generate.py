@@ -179,8 +179,10 @@ def _answer(asked: _Asked) -> None:
             _fail_if_cut_short(session, last)  # and leave existing files as they are
         outputs.finish()
         summary = _write_profile(session, asked.targets, files)
-    text.close()
-    output.write(json.dumps(_result(session)) + "\n" if asked.as_json else offline.getvalue())
+        text.close()  # before the files are put in place, which may fail
+        output.write(json.dumps(_result(session)) + "\n" if asked.as_json else offline.getvalue())
+    if outputs.fault:
+        raise outputs.fault
     if summary:
         complain(summary)
     _fail_if_cut_short(session, last)

@@ -15,7 +15,18 @@ if TYPE_CHECKING:
     from mlx_voicechat import Event
 
 PREFIXES = {"user": "[user] ", "assistant": "", "function": "[function] "}
+NOT_SHOWN = dict.fromkeys(
+    code
+    for codes in (range(0x20), range(0x7F, 0xA0), range(0x202A, 0x202F), range(0x2066, 0x206A))
+    for code in codes
+    if chr(code) not in "\n\t"
+)
 QUIET_FRAMES = 5  # a line that was not added to for so long (0.4 s) is over
+
+
+def printable(text: str) -> str:
+    """Without what would drive the terminal: control characters, and what turns the direction of writing."""
+    return text.translate(NOT_SHOWN)
 
 
 def note(message: str) -> None:
@@ -26,7 +37,7 @@ def note(message: str) -> None:
 def complain(text: str) -> None:
     """A line on stderr; one that cannot be written (a full disk, a terminal that is gone) is lost and harms nothing."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
     except OSError:
         abandon(sys.stderr)
 
@@ -57,7 +68,7 @@ class Output:
         if self.closed:
             return
         try:
-            sys.stdout.write(text)
+            sys.stdout.write(printable(text))
             sys.stdout.flush()
         except BrokenPipeError:
             self.closed = True

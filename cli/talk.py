@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from mlx_voicechat.errors import InputError
+from mlx_voicechat.errors import InputError, VoiceChatError
 
 from .loading import open_model
 from .options import (
@@ -247,6 +247,7 @@ class Call:
         self._targets, self._system_prompt, self._seed = targets, system_prompt, seed
         self._protocol, self._live = protocol, live
         self._output = Output()
+        self._unwritten: VoiceChatError | None = None
         self._text = LiveText(self._output.write)
 
     def say(self, line: str) -> None:
@@ -262,9 +263,11 @@ class Call:
             asyncio.run(self._converse(dialogue, url, api_key, files))
             if dialogue.seconds == 0:
                 dialogue.fail_if_cut_short()  # and leave existing files as they are
-        self._text.close()
+            self._text.close()  # before the files, which may fail
         for fault in dialogue.faults():
             note(fault)
+        if self._unwritten:
+            raise self._unwritten
         dialogue.fail_if_cut_short(self._targets.output_audio)
 
     async def _converse(self, dialogue: Dialogue, url: str, api_key: str, files: contextlib.ExitStack) -> None:
@@ -274,6 +277,9 @@ class Call:
 
             def take(event: Event) -> bool:
                 outputs.take(event)
+                if outputs.fault and not self._unwritten:
+                    self._unwritten = outputs.fault
+                    self.say(f"{outputs.fault.message} The conversation goes on without it.")
                 self._text.take(event)
                 # Else nobody reads on or listens, and nothing is to be written.
                 return bool(self._targets) or dialogue.audible or not self._output.closed
