@@ -57,9 +57,7 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
     found = [
         (family, address)
         for name in names
-        for family, _, _, _, address in socket.getaddrinfo(
-            name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        for family, _, _, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     ]
     return list(dict.fromkeys(found))
 
@@ -203,7 +201,10 @@ class Door:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as fault:
                 if fault.errno in SHORT_OF_DESCRIPTORS:
-                    self._say("No room for another connection (%s): silent ones are closed, new ones wait.", os.strerror(fault.errno))
+                    self._say(
+                        "No room for another connection (%s): silent ones are closed, new ones wait.",
+                        os.strerror(fault.errno),
+                    )
                     await self._make_room()
                     await asyncio.sleep(WAIT_SECONDS)
                 elif fault.errno != errno.ECONNABORTED:

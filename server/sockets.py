@@ -18,8 +18,8 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
-from mlx_voicechat.server.listening import Door, Requests, most_connections
 from mlx_voicechat.server.limits import CLOSING_SECONDS, UNREAD_SECONDS
+from mlx_voicechat.server.listening import Door, Requests, most_connections
 from mlx_voicechat.server.settings import ServerSettings
 
 WRITE_BYTES = 2**14  # in the process: beyond it nothing is sent until the client has read
