@@ -1,4 +1,4 @@
-"""What a `session.update` of the dialect `mlxcel` may hold: the one voice and the formats there are, no other key."""
+"""What a `session.update` of the dialect `mlxcel` may hold: the one voice, the formats that are, and no other key."""
 
 from __future__ import annotations
 
