@@ -80,3 +80,10 @@ class DeviceError(VoiceChatError):
 
     code = "device_error"
     exit_code = 1
+
+
+class ToolError(VoiceChatError):
+    """A tool that could not be called, failed, or gave nothing of use; the message is also the model's."""
+
+    code = "tool_error"
+    exit_code = 1
