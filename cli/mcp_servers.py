@@ -86,7 +86,8 @@ class McpServers:
         servers = self._servers.values()
         starting = asyncio.gather(*(server.start() for server in servers))
         ending = asyncio.create_task(self._ending.wait())
-        await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
+        waits: set[asyncio.Future[Any]] = {starting, ending}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         self._started.set()
         await ending
         starting.cancel()
@@ -203,7 +204,7 @@ class _Server:
 
         if self._process is not None and self._process.fault:
             return self._process.fault
-        while len(inner := getattr(fault, "exceptions", ())) > 0:  # of a group, the first
+        while inner := list(getattr(fault, "exceptions", ())):  # of a group, the first
             fault = inner[0]
         if isinstance(fault, MCPError):
             return f"answered: {' '.join(self._hide(fault.message).split()).rstrip('.')[:200]}"
