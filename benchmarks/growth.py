@@ -22,9 +22,9 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_voicechat
-from mlx_voicechat.cache import KvCache
-from mlx_voicechat.ear_tts import attend
-from mlx_voicechat.model import VoiceChat
+from mlx_voicechat.networks.cache import KvCache
+from mlx_voicechat.networks.ear_tts import attend
+from mlx_voicechat.voicechat import VoiceChat
 
 WARM = 200
 

@@ -19,7 +19,7 @@ import numpy as np
 import soundfile as sf
 
 import mlx_voicechat
-from mlx_voicechat.model import Answer, VoiceChat
+from mlx_voicechat.voicechat import Answer, VoiceChat
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXTRA_SECONDS = 4.0

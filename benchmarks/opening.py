@@ -18,8 +18,9 @@ from itertools import chain, islice
 import mlx.core as mx
 
 import mlx_voicechat
-from mlx_voicechat.model import PREFILL_CHUNK, VoiceChat
-from mlx_voicechat.session import seeded_draws
+from mlx_voicechat.model import PREFILL_CHUNK
+from mlx_voicechat.noise import seeded_draws
+from mlx_voicechat.voicechat import VoiceChat
 
 TURNS = 16  # of either side in a round
 

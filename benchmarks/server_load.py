@@ -26,8 +26,8 @@ from websockets.asyncio.client import connect
 
 import mlx_voicechat
 from mlx_voicechat import AudioFrame, Event
-from mlx_voicechat.audio import pcm16
-from mlx_voicechat.model import VoiceChat
+from mlx_voicechat.sound.recordings import pcm16
+from mlx_voicechat.voicechat import VoiceChat
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.server import serve_process

@@ -16,7 +16,7 @@ from .profiling import frames_file, wants_parts
 from .render import Output, note, progress_bar
 
 if TYPE_CHECKING:
-    from mlx_voicechat.speech_weights import Choice
+    from mlx_voicechat.weights.precision import Choice
 
 STAGE_WIDTH, NUMBER_WIDTH = 12, 9
 
@@ -49,7 +49,7 @@ def bench(
     targets = Targets(profile_frames=frames_file())
     targets.check("-")
 
-    from mlx_voicechat.measure import bench as measure
+    from mlx_voicechat.gauges.bench import bench as measure
 
     output = Output()
     with Interrupt() as interrupt, progress_bar(total=frames, unit=" frames") as bar:

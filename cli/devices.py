@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_voicechat.diagnosis import TALK
 from mlx_voicechat.errors import DeviceError, InputError
+
+from .diagnosis import TALK
 
 OTHER_RATES_HZ = (48_000, 44_100, 32_000, 24_000, 16_000)  # where a device refuses its own
 KINDS = {"input": "microphone", "output": "loudspeaker"}

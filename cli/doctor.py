@@ -13,7 +13,7 @@ from typer import Option
 from .render import Output
 
 if TYPE_CHECKING:
-    from mlx_voicechat.diagnosis import Check, Facts
+    from .diagnosis import Check, Facts
 
 LEVEL_WIDTH, NAME_WIDTH = 9, 14
 
@@ -25,7 +25,7 @@ def doctor(
 
     Each line is ok, a warning, or what would stop a run; in that case the exit code is 1.
     """
-    from mlx_voicechat.diagnosis import STOP, diagnose, probe
+    from .diagnosis import STOP, diagnose, probe
 
     facts = probe()
     checks = diagnose(facts)
@@ -36,7 +36,7 @@ def doctor(
 
 def report(facts: Facts, checks: Sequence[Check]) -> dict[str, Any]:
     """What `--json` prints: the findings and the facts behind them."""
-    from mlx_voicechat.diagnosis import STOP
+    from .diagnosis import STOP
 
     found = {entry.name: getattr(facts, entry.name) for entry in dataclasses.fields(facts)}
     held = {name: each._asdict() | {"folder": str(each.folder or "")} for name, each in facts.held.items()}
@@ -46,7 +46,7 @@ def report(facts: Facts, checks: Sequence[Check]) -> dict[str, Any]:
 
 def text(checks: Sequence[Check]) -> str:
     """The findings for a person to read, a line each."""
-    from mlx_voicechat.diagnosis import STOP
+    from .diagnosis import STOP
 
     lines = []
     for check in checks:

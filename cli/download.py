@@ -12,7 +12,7 @@ from mlx_voicechat.errors import InputError
 from .render import Output, note
 
 if TYPE_CHECKING:
-    from mlx_voicechat.hub_cache import Held
+    from mlx_voicechat.weights.hub_cache import Held
 
 REVISION_DIGITS = 12  # of a commit, in the list
 
@@ -33,7 +33,7 @@ def download(
 
     A download that was interrupted goes on where it stopped. What is complete needs no network.
     """
-    from mlx_voicechat import hub_cache
+    from mlx_voicechat.weights import hub_cache
 
     if as_list:
         if model or revision:
@@ -45,8 +45,8 @@ def download(
 
 def _fetch(repository: str, revision: str | None) -> str:
     """The folder of a repository's checkpoint, downloaded if need be."""
-    from mlx_voicechat import hub, hub_cache
     from mlx_voicechat.config import read_config
+    from mlx_voicechat.weights import hub, hub_cache
 
     if not hub.is_repository_id(repository):
         known = ", ".join(hub_cache.PUBLISHED)
@@ -67,7 +67,7 @@ def _fetch(repository: str, revision: str | None) -> str:
 
 def table(rows: Sequence[Held]) -> str:
     """What the cache holds, a line each: repository, state, size, revision."""
-    from mlx_voicechat.hub import gigabytes
+    from mlx_voicechat.weights.hub import gigabytes
 
     width = max(len(row.repository) for row in rows)
     lines = [

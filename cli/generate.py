@@ -112,7 +112,7 @@ def generate(
     targets = Targets(output_audio, both_sides, events, profile_json, frames_file() if profile else None)
     targets.check(audio)
 
-    from mlx_voicechat.audio import AudioReader
+    from mlx_voicechat.sound.recordings import AudioReader
 
     output = Output()
     live, offline = stream and not as_json, io.StringIO()
@@ -138,7 +138,7 @@ def generate(
             profile=profile,
         )
         if session.profile and wants_parts():
-            from mlx_voicechat.parts import timed
+            from mlx_voicechat.gauges.parts import timed
 
             files.enter_context(timed(loaded, session.profile))
         interrupt = files.enter_context(Interrupt())

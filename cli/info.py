@@ -19,7 +19,7 @@ from .render import Output, note, progress_bar
 
 if TYPE_CHECKING:
     from mlx_voicechat.config import ModelConfig
-    from mlx_voicechat.shards import Stored
+    from mlx_voicechat.weights.shards import Stored
 
 ANNOUNCED_SECONDS = (60, 600)  # lengths of conversation to tell the memory for
 NAME_WIDTH = 22
@@ -63,9 +63,12 @@ def info(
 
 def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
     """Everything `info` tells. Raises CheckpointError and, for an unknown `speech_weights`, InputError."""
-    from mlx_voicechat import checkpoint, composition, hub_cache, memory
     from mlx_voicechat.config import read_config, read_json
-    from mlx_voicechat.shards import verify
+    from mlx_voicechat.gauges import memory
+    from mlx_voicechat.weights import checkpoint, hub_cache
+    from mlx_voicechat.weights.shards import verify
+
+    from . import composition
 
     folder = _folder(model)
     facts = {"model": model, "folder": str(folder.resolve())}
@@ -103,7 +106,7 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
 def _original(folder: Path) -> dict[str, Any]:
     """What can be told of NVIDIA's original."""
     from mlx_voicechat.config import read_json
-    from mlx_voicechat.shards import verify
+    from mlx_voicechat.weights.shards import verify
 
     model = read_json(folder).get("model")
     speaker = model.get("inference_speaker_name") if isinstance(model, dict) else None
@@ -120,8 +123,10 @@ def _original(folder: Path) -> dict[str, Any]:
 
 def _stored(folder: Path, stored: Mapping[str, Stored], quantised: Mapping[str, Any]) -> dict[str, Any]:
     """What the files hold."""
-    from mlx_voicechat import checkpoint, composition
-    from mlx_voicechat.shards import files
+    from mlx_voicechat.weights import checkpoint
+    from mlx_voicechat.weights.shards import files
+
+    from . import composition
 
     networks = composition.composition(stored, quantised)
     return {
@@ -138,8 +143,8 @@ def _stored(folder: Path, stored: Mapping[str, Stored], quantised: Mapping[str, 
 
 def hashes(folder: Path) -> dict[str, dict[str, Any]]:
     """SHA-256 of each file, and whether it is what was fetched: None for a file that the Hub cache does not know."""
-    from mlx_voicechat.hub import sha256
-    from mlx_voicechat.hub_cache import known_hash
+    from mlx_voicechat.weights.hub import sha256
+    from mlx_voicechat.weights.hub_cache import known_hash
 
     files = sorted(path for path in folder.iterdir() if path.is_file())
     found = {}
@@ -160,7 +165,7 @@ def git_hash(path: Path) -> str:
 
 def _folder(model: str) -> Path:
     """Where the checkpoint is; a Hub repository must have been fetched."""
-    from mlx_voicechat import checkpoint, hub, hub_cache
+    from mlx_voicechat.weights import checkpoint, hub, hub_cache
 
     if model == checkpoint.DEMONSTRATION or os.path.isdir(os.path.expanduser(model)):
         return checkpoint.find(model)
@@ -219,7 +224,7 @@ def sizes(config: ModelConfig) -> dict[str, dict[str, int]]:
 
 def text(facts: Mapping[str, Any]) -> str:
     """The facts for a person to read."""
-    from mlx_voicechat.memory import gigabytes
+    from mlx_voicechat.gauges.memory import gigabytes
 
     conversion = facts.get("conversion", {})
     origin = [conversion.get(key) for key in ("source", "source_revision") if conversion.get(key)]
@@ -250,7 +255,7 @@ def text(facts: Mapping[str, Any]) -> str:
 
 def _running(facts: Mapping[str, Any]) -> dict[str, str]:
     """What running it takes, and what this machine has."""
-    from mlx_voicechat.memory import gigabytes
+    from mlx_voicechat.gauges.memory import gigabytes
 
     prompt = facts["default_system_prompt"]
     resident = {name.replace("_", " "): gigabytes(size) for name, size in facts["resident_bytes"].items()}
@@ -274,7 +279,7 @@ def _running(facts: Mapping[str, Any]) -> dict[str, str]:
 
 def _parts(parts: Mapping[str, Mapping[str, int]]) -> str:
     """Parameters and bytes by precision, on one line."""
-    from mlx_voicechat.memory import gigabytes
+    from mlx_voicechat.gauges.memory import gigabytes
 
     return ", ".join(
         f"{precision} {part['parameters']:,} ({gigabytes(part['bytes'])})" for precision, part in parts.items()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mlx_voicechat import AudioFrame, Event
-    from mlx_voicechat.audio import Samples
+    from mlx_voicechat.sound.recordings import Samples
 
     from .client import Notice, Wire
     from .devices import Device, Devices
@@ -194,7 +194,7 @@ class Live(Dialogue):
 
 def smaller_checkpoint(model: str, here: bool) -> str:
     """What to run in place of this model on a machine that is too slow for it; `here` if this command chose it."""
-    from mlx_voicechat.hub_cache import PUBLISHED
+    from mlx_voicechat.weights.hub_cache import PUBLISHED
 
     sizes = list(PUBLISHED)  # ascending
     at = next((index for index, size in enumerate(sizes) if model.lower().endswith(size)), None)

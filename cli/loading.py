@@ -8,8 +8,8 @@ from .options import DEFAULT_MODEL
 from .render import note
 
 if TYPE_CHECKING:
-    from mlx_voicechat.model import VoiceChat
-    from mlx_voicechat.speech_weights import Choice
+    from mlx_voicechat.voicechat import VoiceChat
+    from mlx_voicechat.weights.precision import Choice
 
 
 def open_model(model: str, compiled: bool | None, speech_weights: str | None, kv_cache: str) -> VoiceChat:

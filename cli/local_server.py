@@ -17,7 +17,7 @@ from .render import note
 from .serve import NOISY, SWITCH_SECONDS
 
 if TYPE_CHECKING:
-    from mlx_voicechat.model import VoiceChat
+    from mlx_voicechat.voicechat import VoiceChat
 
 JOIN_SECONDS = 5.0  # for a server to end; it takes two at most
 

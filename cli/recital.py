@@ -16,7 +16,7 @@ from .render import Progress
 
 if TYPE_CHECKING:
     from mlx_voicechat import AudioFrame
-    from mlx_voicechat.audio import AudioReader
+    from mlx_voicechat.sound.recordings import AudioReader
 
     from .client import Wire
 

@@ -22,7 +22,7 @@ from .options import DEFAULT_MODEL, Compiled, KeyValueCache, Model, SpeechWeight
 from .render import HEADPHONES, complain, note
 
 if TYPE_CHECKING:
-    from mlx_voicechat.model import VoiceChat
+    from mlx_voicechat.voicechat import VoiceChat
 
 LEVELS = ("debug", "info", "warning", "error")
 PREFIX = re.compile(r"([\w.~-]+(/[\w.~-]+)*)?", re.ASCII)

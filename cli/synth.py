@@ -28,6 +28,6 @@ def synth(
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,
 ) -> None:
     """Write a checkpoint of random weights: it loads and runs like a real one, and says nothing sensible."""
-    from mlx_voicechat.synthetic import write_random
+    from mlx_voicechat.weights.synthetic import write_random
 
     Output().write(f"{write_random(kind.value, out, seed)}\n")

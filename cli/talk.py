@@ -30,7 +30,7 @@ from .render import HEADPHONES, LiveText, Output, note
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event
-    from mlx_voicechat.model import VoiceChat
+    from mlx_voicechat.voicechat import VoiceChat
 
     from .dialogue import Dialogue
 
@@ -136,7 +136,7 @@ def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
 
 
 def _recital(files: contextlib.ExitStack, file: str, max_seconds: float, extra_seconds: float, fast: bool) -> Dialogue:
-    from mlx_voicechat.audio import AudioReader
+    from mlx_voicechat.sound.recordings import AudioReader
 
     from .recital import Recital
 

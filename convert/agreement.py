@@ -11,11 +11,13 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_voicechat import checkpoint, layout, memory
-from mlx_voicechat.audio import INPUT_RATE_HZ, read_all
 from mlx_voicechat.errors import InputError, VoiceChatError
-from mlx_voicechat.model import Frame, VoiceChat, load
-from mlx_voicechat.shards import Stored
+from mlx_voicechat.frame import Frame
+from mlx_voicechat.gauges import memory
+from mlx_voicechat.sound.recordings import INPUT_RATE_HZ, read_all
+from mlx_voicechat.voicechat import VoiceChat, load
+from mlx_voicechat.weights import checkpoint, layout
+from mlx_voicechat.weights.shards import Stored
 
 from .source import Say, Source
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mlx_voicechat.hub_cache import ORIGINAL
+from mlx_voicechat.weights.hub_cache import ORIGINAL
 
 if TYPE_CHECKING:
     from .plans import Plan

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_voicechat import checkpoint, text_table
-from mlx_voicechat.checkpoint import CONVERSION_KEY
 from mlx_voicechat.config import ModelConfig, parse_config
-from mlx_voicechat.ear_tts import EarTts
 from mlx_voicechat.errors import CheckpointError, InputError
-from mlx_voicechat.hub import BASE_PATTERNS, gigabytes
+from mlx_voicechat.networks.ear_tts import EarTts
 from mlx_voicechat.text import Tokenizer, character_table
+from mlx_voicechat.weights import checkpoint, text_table
+from mlx_voicechat.weights.checkpoint import CONVERSION_KEY
+from mlx_voicechat.weights.hub import BASE_PATTERNS, gigabytes
 
 from . import card, writer
 from .plans import Plan, Quantised, Setting

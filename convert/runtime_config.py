@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_voicechat.config import MODEL_TYPE, RUNTIME_CONFIG_VERSION
 from mlx_voicechat.errors import CheckpointError
-from mlx_voicechat.shards import some_of
+from mlx_voicechat.weights.shards import some_of
 
 # Keys of the base LLM's config; each may also be called like the second. Absent ones are left to `parse_config`.
 TEXT_KEYS = {

@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from mlx_voicechat import checkpoint, hub, inventory, layout
 from mlx_voicechat.config import ModelConfig, is_original, parse_config, read_json
 from mlx_voicechat.errors import CheckpointError, HubError, InputError
-from mlx_voicechat.hub_cache import COMMIT
-from mlx_voicechat.shards import files, places, some_of
 from mlx_voicechat.text import Tokenizer
+from mlx_voicechat.weights import checkpoint, hub, inventory, layout
+from mlx_voicechat.weights.hub_cache import COMMIT
+from mlx_voicechat.weights.shards import files, places, some_of
 
 from .plans import Facts, Quantised, known_settings
 from .runtime_config import SPECIAL_TOKENS, runtime_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_voicechat.errors import VoiceChatError
-from mlx_voicechat.shards import some_of
+from mlx_voicechat.weights.shards import some_of
 
 from .conversion import Job, Output, Progress, as_bytes
 from .plans import Quantised

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_voicechat.errors import InputError, VoiceChatError
-from mlx_voicechat.shards import INDEX_FILE
+from mlx_voicechat.weights.shards import INDEX_FILE
 
 SIBLING = ".{}.mlx-voicechat-converting"
 SHARD_BYTES = 5 * 10**9

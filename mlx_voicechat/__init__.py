@@ -23,12 +23,12 @@ if TYPE_CHECKING:
         TextDelta,
         TranscriptDelta,
     )
-    from .model import load
     from .session import Session
+    from .voicechat import load
 
 _HOMES = {
     "VoiceChatError": "errors",
-    "load": "model",
+    "load": "voicechat",
     "Session": "session",
     **dict.fromkeys(
         (

@@ -10,12 +10,11 @@ import math
 import numbers
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
-from .audio import MAX_AMPLITUDE
 from .errors import InputError, LimitError, SessionClosedError, VoiceChatError
 from .events import (
     AudioFrame,
@@ -27,14 +26,14 @@ from .events import (
     TextDelta,
     TranscriptDelta,
 )
-from .model import NO_FORCE, Draws, Frame, Heard
-from .profile import Profile
+from .frame import NO_FORCE, Draws, Frame, Heard
+from .gauges.profile import Profile
+from .noise import Noise, given_draws, seeded_draws
+from .sound.recordings import MAX_AMPLITUDE
 from .text import IncrementalDecoder, TranscriptText
 
 if TYPE_CHECKING:
-    from .model import VoiceChat
-
-Noise: TypeAlias = Callable[[int], tuple[Any, Any]]
+    from .model import Model
 
 MAX_SECONDS = 1e9  # 30 years: a limit beyond it is a mistake
 MAX_GUIDANCE = 1e6  # logits stay finite
@@ -52,7 +51,7 @@ class Session:
 
     def __init__(
         self,
-        model: VoiceChat,
+        model: Model,
         system_prompt: str | None = None,
         seed: int = 0,
         max_seconds: float | None = None,
@@ -199,19 +198,7 @@ class Session:
         shapes = (len(tts.pass_counts), mog.num_predictions), (len(tts.pass_counts), tts.latent_size)
         if self._noise is None:
             return seeded_draws(self.seed, step, *shapes)
-        given: Any = self._noise(step)
-        if not isinstance(given, tuple | list) or len(given) != 2:
-            raise InputError(f"noise({step}) gave {type(given).__name__}, expected a pair of arrays.")
-        try:
-            drawn = tuple(mx.array(a).astype(mx.float32) for a in given)
-        except (TypeError, ValueError):
-            kinds = " and ".join(type(a).__name__ for a in given)
-            raise InputError(f"noise({step}) gave {kinds}, expected arrays of numbers.") from None
-        if tuple(a.shape for a in drawn) != shapes:
-            raise InputError(f"noise({step}) gave shapes {[a.shape for a in drawn]}, expected {list(shapes)}.")
-        if not all(np.isfinite(np.array(a)).all() for a in drawn):
-            raise InputError(f"noise({step}) gave NaN or infinity.")
-        return Draws(*drawn)
+        return given_draws(self._noise, step, *shapes)
 
     def _run(self, block_frames: int) -> Iterator[Event]:
         while self._undelivered or self._advance(block_frames):
@@ -330,13 +317,6 @@ class Session:
                 raise InputError(f"samples[{where}] is {value}: NaN or infinity cannot be heard.")
             raise InputError(f"samples[{where}] is {value:g}: full scale is -1..1.", "Divide by the full scale first.")
         return array.astype(np.float32, copy=False)
-
-
-def seeded_draws(seed: int, step: int, uniform: tuple[int, ...], normal: tuple[int, ...]) -> Draws:
-    """Noise that depends on seed and step alone: uniform (5, C) in [0, 1) and normal (5, Z), lazy."""
-    words = np.random.SeedSequence([seed, step]).generate_state(4)
-    keys = mx.array(words.reshape(2, 2))
-    return Draws(mx.random.uniform(shape=uniform, key=keys[0]), mx.random.normal(shape=normal, key=keys[1]))
 
 
 def checked_number(name: str, value: Any, most: float, above_zero: bool = False) -> float:

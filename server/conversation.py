@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ..errors import LimitError
-from ..events import AudioFrame, Cancelled, Event, LimitReached
+from mlx_voicechat.errors import LimitError
+from mlx_voicechat.events import AudioFrame, Cancelled, Event, LimitReached
+
 from .limits import LAGGING_PERIOD, LAGGING_SECONDS, OUTGOING_SECONDS
 from .messages import (
     Append,
@@ -34,8 +35,8 @@ from .messages import (
 )
 
 if TYPE_CHECKING:
-    from ..model import VoiceChat
-    from ..session import Session
+    from mlx_voicechat.session import Session
+    from mlx_voicechat.voicechat import VoiceChat
 
 FLOAT_BYTES = 4
 

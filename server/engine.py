@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mlx.core as mx
 
-from ..errors import VoiceChatError
+from mlx_voicechat.errors import VoiceChatError
+
 from .conversation import FLOAT_BYTES, Conversation, Traffic
 from .limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS, Settings
 from .messages import Append, Cancel, Open, Request, Told
 from .metrics import Metrics
 
 if TYPE_CHECKING:
-    from ..model import VoiceChat
+    from mlx_voicechat.voicechat import VoiceChat
 
 LOADING, WARMING, READY, FAILED, ENDED = "loading", "warming", "ready", "failed", "ended"
 _Item: TypeAlias = "tuple[Slot | None, Request | None]"

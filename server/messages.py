@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
+from mlx_voicechat.events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
 
 # To the engine
 

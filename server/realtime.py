@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from starlette.websockets import WebSocket
 
-from ..audio import pcm16
-from ..events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
+from mlx_voicechat.events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
+from mlx_voicechat.sound.recordings import pcm16
+
 from . import messages
 from .connection import NORMAL, Connection, Error, Patience
 from .limits import ECHO_CHARACTERS, PROMPT_CHARACTERS, Settings

@@ -18,7 +18,8 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
-from ..errors import VoiceChatError
+from mlx_voicechat.errors import VoiceChatError
+
 from .limits import CLOSING_SECONDS, UNREAD_SECONDS, Settings
 
 RECEIVE_BYTES = 2**17  # in the kernel: three seconds of audio that are not read yet

@@ -9,7 +9,7 @@ import numpy as np
 from support.checkpoints import GOLDEN
 
 import mlx_voicechat
-from mlx_voicechat.activations import gated_gelu, gelu, relu, silu, silu_of_rows
+from mlx_voicechat.networks.activations import gated_gelu, gelu, relu, silu, silu_of_rows
 
 X = mx.array(np.concatenate([np.linspace(-12, 12, 4801), [0.0, -0.0, 1e-30, 90.0, -90.0]]).astype(np.float32))
 

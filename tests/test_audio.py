@@ -18,9 +18,9 @@ import soxr
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_voicechat import audio
-from mlx_voicechat.audio import AudioReader, Resampler, WavWriter, pcm16, read_all, read_audio, write_wav
 from mlx_voicechat.errors import AudioError, InputError
+from mlx_voicechat.sound import recordings
+from mlx_voicechat.sound.recordings import AudioReader, Resampler, WavWriter, pcm16, read_all, read_audio, write_wav
 
 RATE = 16_000
 
@@ -339,7 +339,7 @@ def test_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         def denied(*_: object) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(audio, "open", denied, raising=False)
+        monkeypatch.setattr(recordings, "open", denied, raising=False)
     assert "permission denied" in str(refused(tmp_path / "x.wav"))
 
 
@@ -555,7 +555,7 @@ def test_folders_and_files_without_write_permission(tmp_path: Path, monkeypatch:
         def denied(*_: object) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(audio, "open", denied, raising=False)
+        monkeypatch.setattr(recordings, "open", denied, raising=False)
         monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(AudioError, match="write-protected"):
         WavWriter(tmp_path / "kept.wav", RATE)
@@ -598,6 +598,7 @@ def test_a_recording_can_be_replaced_by_its_own_answer(tmp_path: Path) -> None:
 
 
 def test_importing_the_module_is_cheap() -> None:
-    code = "import sys, mlx_voicechat.audio; print({'soundfile', 'soxr', 'mlx', 'librosa', 'scipy'} & set(sys.modules))"
+    code = "import sys, mlx_voicechat.sound.recordings; "
+    code += "print({'soundfile', 'soxr', 'mlx', 'librosa', 'scipy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

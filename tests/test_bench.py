@@ -9,15 +9,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_voicechat import measure, memory, traffic
 from mlx_voicechat.cli.bench import tables
 from mlx_voicechat.cli.main import run
 from mlx_voicechat.config import read_config
-from mlx_voicechat.counting import BUFFER, FUNCTIONS, METHODS, counting
-from mlx_voicechat.measure import bench, count_frame, faint_noise, growth
-from mlx_voicechat.model import VoiceChat, load
-from mlx_voicechat.profile import STAGES, FrameTiming
-from mlx_voicechat.shards import verify
+from mlx_voicechat.gauges import bench as measure
+from mlx_voicechat.gauges import memory, traffic
+from mlx_voicechat.gauges.bench import bench, count_frame, faint_noise, growth
+from mlx_voicechat.gauges.counting import BUFFER, FUNCTIONS, METHODS, counting
+from mlx_voicechat.gauges.profile import STAGES, FrameTiming
+from mlx_voicechat.voicechat import VoiceChat, load
+from mlx_voicechat.weights.shards import verify
 from tests.support.checkpoints import GOLDEN
 
 FRAMES = 20

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_voicechat.cache import BLOCK, KvCache
+from mlx_voicechat.networks.cache import BLOCK, KvCache
 
 
 def history(length: int, seed: int = 0) -> tuple[mx.array, mx.array]:

@@ -15,11 +15,12 @@ import pytest
 from mlx.utils import tree_flatten
 from support.checkpoints import GOLDEN, copy_of, edit_json, rewrite, tensors_of
 
-from mlx_voicechat import assets, checkpoint, hub, inventory, layout
+from mlx_voicechat import assets
 from mlx_voicechat.config import ModelConfig, parse_config, read_config
 from mlx_voicechat.errors import CheckpointError, InputError, VoiceChatError
 from mlx_voicechat.model import Networks
-from mlx_voicechat.shards import verify
+from mlx_voicechat.weights import checkpoint, hub, inventory, layout
+from mlx_voicechat.weights.shards import verify
 
 SHARD = "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten, tree_map
 from support.checkpoints import GOLDEN
 
 from mlx_voicechat.config import EncoderConfig, MelConfig, read_config
-from mlx_voicechat.conformer import Perception, PerceptionState, RelativeAttention, _sinusoids
-from mlx_voicechat.layout import assemble
+from mlx_voicechat.networks.conformer import Perception, PerceptionState, RelativeAttention, _sinusoids
+from mlx_voicechat.weights.layout import assemble
 
 ORACLE = dict(np.load(GOLDEN / "oracle" / "encoder.npz"))
 EXPECTED = dict(np.load(GOLDEN / "expected" / "perception.npz"))

@@ -15,14 +15,16 @@ from support.checkpoints import GOLDEN, copy_of, edit_json, rewrite
 from support.originals import BUFFERS, golden_original, nvidia_config, random_original
 
 import mlx_voicechat
-from mlx_voicechat import assets, checkpoint, hub, layout, text_table
+from mlx_voicechat import assets
 from mlx_voicechat.config import parse_config, read_config
 from mlx_voicechat.convert import conversion, plans
 from mlx_voicechat.convert.source import Stored, open_source, tensors
 from mlx_voicechat.convert.writer import check_target
 from mlx_voicechat.errors import CheckpointError, HubError, InputError
-from mlx_voicechat.model import Frame, VoiceChat
-from mlx_voicechat.shards import places, verify
+from mlx_voicechat.frame import Frame
+from mlx_voicechat.voicechat import VoiceChat
+from mlx_voicechat.weights import checkpoint, hub, layout, text_table
+from mlx_voicechat.weights.shards import places, verify
 
 BASE_CONFIG = GOLDEN / "tiny-nvidia" / "tokenizer" / "config.json"
 

@@ -94,7 +94,7 @@ def test_a_machine_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with open_source(SOURCE) as source:
         wide, narrow = (agreement._needed_bytes(source, wide) for wide in (True, False))
         assert narrow < wide == sum(int(np.prod(t.shape)) * 4 for t in source.tensors.values())
-        monkeypatch.setattr("mlx_voicechat.memory.machine", lambda: agreement.memory.Machine(narrow, narrow - 1))
+        monkeypatch.setattr("mlx_voicechat.gauges.memory.machine", lambda: agreement.memory.Machine(narrow, narrow - 1))
         assert "not compared" in agreement.compare(source, tmp_path, np.zeros(0, np.float32), said.append)
         model = agreement.reference(source, wide=False)
         assert model.language.llm.dtype == mx.bfloat16

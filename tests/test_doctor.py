@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from mlx_voicechat import diagnosis, memory, published
+from mlx_voicechat.cli import diagnosis, published
+from mlx_voicechat.cli.diagnosis import OK, STOP, WARNING, Check, Facts, diagnose
 from mlx_voicechat.cli.main import run
-from mlx_voicechat.diagnosis import OK, STOP, WARNING, Check, Facts, diagnose
-from mlx_voicechat.hub_cache import DOWNLOAD_BYTES, PUBLISHED, Held
+from mlx_voicechat.gauges import memory
+from mlx_voicechat.weights.hub_cache import DOWNLOAD_BYTES, PUBLISHED, Held
 
 GB = 10**9
 NEEDS = {"4bit": (10 * GB, 13 * GB), "8bit": (15 * GB, 18 * GB), "bf16": (23 * GB, 26 * GB)}

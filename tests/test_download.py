@@ -14,7 +14,7 @@ from support.hub_server import COMMIT, Hub, serve
 
 from mlx_voicechat.cli.download import table
 from mlx_voicechat.cli.main import run
-from mlx_voicechat.hub_cache import PUBLISHED, Held
+from mlx_voicechat.weights.hub_cache import PUBLISHED, Held
 from tests.support.checkpoints import GOLDEN
 
 

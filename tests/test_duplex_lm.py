@@ -16,7 +16,7 @@ from support.checkpoints import GOLDEN
 from support.listening import DISTINCT_LLM, close, duplex_lm, golden_llm, random_llm, random_weights
 
 from mlx_voicechat.config import LlmConfig
-from mlx_voicechat.duplex_lm import CHUNK, DuplexLm, LlmState, MambaMixer, MambaState
+from mlx_voicechat.networks.duplex_lm import CHUNK, DuplexLm, LlmState, MambaMixer, MambaState
 
 ORACLE = dict(np.load(GOLDEN / "oracle" / "llm.npz"))
 PAD = 12

@@ -28,7 +28,7 @@ from support.speech import (
 )
 
 from mlx_voicechat.config import CharacterEncoderConfig, MogConfig, TtsConfig
-from mlx_voicechat.ear_tts import EarTts, TtsState
+from mlx_voicechat.networks.ear_tts import EarTts, TtsState
 
 EXPECTED = dict(np.load(GOLDEN / "expected" / "tts.npz"))
 VIEWS = {"Broadcast", "Reshape", "Transpose", "Slice", "ExpandDims", "Squeeze", "Flatten", "Unflatten", "Split"}

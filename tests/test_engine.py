@@ -13,11 +13,11 @@ import pytest
 import mlx_voicechat
 from mlx_voicechat.errors import CheckpointError, InputError, VoiceChatError
 from mlx_voicechat.events import Cancelled, Done
-from mlx_voicechat.model import VoiceChat
 from mlx_voicechat.server import messages
 from mlx_voicechat.server.engine import Engine, Slot
 from mlx_voicechat.server.limits import Settings
 from mlx_voicechat.server.messages import Append, Cancel, Commit, Interrupt, Open, Relay
+from mlx_voicechat.voicechat import VoiceChat
 from tests.support.checkpoints import GOLDEN
 from tests.support.fake_model import FakeModel
 

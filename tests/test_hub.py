@@ -17,7 +17,7 @@ import pytest
 from support.checkpoints import GOLDEN
 from support.hub_server import COMMIT, Hub, Refusal, serve
 
-from mlx_voicechat import hub, hub_cache
+from mlx_voicechat.weights import hub, hub_cache
 
 MEBIBYTE = 2**20
 CHUNK = 10 * MEBIBYTE  # what huggingface_hub writes at once: less than that may be lost, and is fetched again

@@ -8,12 +8,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_voicechat import memory
 from mlx_voicechat.cli.info import describe
 from mlx_voicechat.cli.main import run
 from mlx_voicechat.config import read_config
-from mlx_voicechat.memory import Machine
-from mlx_voicechat.shards import verify
+from mlx_voicechat.gauges import memory
+from mlx_voicechat.gauges.memory import Machine
+from mlx_voicechat.weights.shards import verify
 from tests.support.checkpoints import GOLDEN, copy_of, edit_json
 
 NETWORKS = {"perception", "rnnt", "language", "tts", "codec", "text_table", "other"}

@@ -8,9 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_voicechat import assets, inventory, layout
+from mlx_voicechat import assets
 from mlx_voicechat.config import parse_config
-from mlx_voicechat.shards import verify
+from mlx_voicechat.weights import inventory, layout
+from mlx_voicechat.weights.shards import verify
 
 CONFIG = parse_config(json.loads((assets.CONFIGS / "random.json").read_text(encoding="utf-8")))
 TTS = "tts_model.tts_model."

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_voicechat.linear import Linear, add_product, prepare_linears
+from mlx_voicechat.networks.linear import Linear, add_product, prepare_linears
 
 INPUTS, OUTPUTS = 96, 40
 

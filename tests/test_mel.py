@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.checkpoints import GOLDEN
 
 from mlx_voicechat.config import MelConfig, read_config
-from mlx_voicechat.mel import LogMel
+from mlx_voicechat.networks.mel import LogMel
 
 ORACLE = dict(np.load(GOLDEN / "oracle" / "mel.npz"))
 TOLERANCE = 3e-4  # oracle README: quiet bins amplify FFT noise

@@ -10,15 +10,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_voicechat import assets, memory, synthetic
-from mlx_voicechat.cache import KvCache
+from mlx_voicechat import assets
 from mlx_voicechat.config import parse_config, read_config
-from mlx_voicechat.ear_tts import Backbone
-from mlx_voicechat.inventory import is_integer, tensors
-from mlx_voicechat.measure import networks_resident
-from mlx_voicechat.memory import Machine, announce
-from mlx_voicechat.model import load
-from mlx_voicechat.shards import Stored, verify
+from mlx_voicechat.gauges import memory
+from mlx_voicechat.gauges.bench import networks_resident
+from mlx_voicechat.gauges.memory import Machine, announce
+from mlx_voicechat.networks.cache import KvCache
+from mlx_voicechat.networks.ear_tts import Backbone
+from mlx_voicechat.voicechat import load
+from mlx_voicechat.weights import synthetic
+from mlx_voicechat.weights.inventory import is_integer, tensors
+from mlx_voicechat.weights.shards import Stored, verify
 from tests.support.checkpoints import GOLDEN
 
 FRAMES = 20

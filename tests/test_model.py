@@ -13,7 +13,8 @@ import pytest
 import mlx_voicechat
 from mlx_voicechat import Event
 from mlx_voicechat.errors import InputError, VoiceChatError
-from mlx_voicechat.model import CACHE_VARIABLE, KEPT_OPENINGS, VoiceChat, limit_buffer_cache
+from mlx_voicechat.model import KEPT_OPENINGS
+from mlx_voicechat.voicechat import CACHE_VARIABLE, VoiceChat, limit_buffer_cache
 from tests.support.checkpoints import GOLDEN
 
 

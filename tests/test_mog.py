@@ -7,7 +7,7 @@ import pytest
 from mlx.utils import tree_map_with_path
 from support.speech import DISTINCT, ORACLE, close, draws, golden_config, golden_tts, random_tts
 
-from mlx_voicechat.mog import (
+from mlx_voicechat.networks.mog import (
     Codebooks,
     CodeGenerator,
     MogHead,

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 
 import mlx_voicechat
 from mlx_voicechat.cli.main import run
-from mlx_voicechat.model import VoiceChat, load
-from mlx_voicechat.parts import parts, timed
-from mlx_voicechat.profile import BARRIER_PERIOD, COLD_FRAMES, STAGES, FrameTiming, Profile, spread
+from mlx_voicechat.gauges.parts import parts, timed
+from mlx_voicechat.gauges.profile import BARRIER_PERIOD, COLD_FRAMES, STAGES, FrameTiming, Profile, spread
+from mlx_voicechat.voicechat import VoiceChat, load
 from tests.support.checkpoints import GOLDEN
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import mlx_voicechat
 from mlx_voicechat import Event
-from mlx_voicechat.model import VoiceChat
+from mlx_voicechat.voicechat import VoiceChat
 from tests.support.caller import FRAME_SAMPLES, Caller, append, calling, greeted, on_the_wire, opened
 from tests.support.checkpoints import GOLDEN
 from tests.support.server import RunningServer, running_server

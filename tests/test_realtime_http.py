@@ -11,7 +11,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 import mlx_voicechat
-from mlx_voicechat.model import VoiceChat
+from mlx_voicechat.voicechat import VoiceChat
 from tests.support.caller import calling, opened
 from tests.support.checkpoints import GOLDEN
 from tests.support.server import RunningServer, running_server

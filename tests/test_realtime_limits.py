@@ -13,7 +13,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 import mlx_voicechat
-from mlx_voicechat.model import VoiceChat
+from mlx_voicechat.voicechat import VoiceChat
 from tests.support.caller import FRAME_SAMPLES, Caller, append, calling, greeted, opened
 from tests.support.checkpoints import GOLDEN
 from tests.support.server import running_server

@@ -13,7 +13,7 @@ from mlx.utils import tree_map
 from support.checkpoints import GOLDEN
 from support.listening import DISTINCT_RNNT, close, golden_config, golden_parameters, golden_rnnt, random_rnnt
 
-from mlx_voicechat.rnnt import GreedyDecoder, Joint, LstmState, PredictionNet, RnntState
+from mlx_voicechat.networks.rnnt import GreedyDecoder, Joint, LstmState, PredictionNet, RnntState
 from mlx_voicechat.text import TranscriptText
 
 ORACLE = dict(np.load(GOLDEN / "oracle" / "rnnt.npz"))

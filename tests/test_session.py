@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import mlx_voicechat
 from mlx_voicechat import AudioFrame, Done, Event, LimitReached, TextDelta
 from mlx_voicechat.errors import InputError, LimitError, SessionClosedError
-from mlx_voicechat.model import Frame, VoiceChat
+from mlx_voicechat.frame import Frame
 from mlx_voicechat.session import Cancelled, FunctionDelta, Session, TranscriptDelta
+from mlx_voicechat.voicechat import VoiceChat
 from tests.support.checkpoints import GOLDEN
 
 CASES = ("plain", "prompted")

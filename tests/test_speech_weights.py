@@ -16,12 +16,14 @@ from mlx.utils import tree_flatten
 from support.checkpoints import GOLDEN, copy_of, rewrite
 
 import mlx_voicechat
-from mlx_voicechat import AudioFrame, assets, checkpoint, inventory, memory
+from mlx_voicechat import AudioFrame, assets
 from mlx_voicechat.config import ModelConfig, parse_config, read_config
 from mlx_voicechat.errors import InputError
+from mlx_voicechat.gauges import memory
 from mlx_voicechat.model import Networks
-from mlx_voicechat.shards import Stored, verify
-from mlx_voicechat.speech_weights import Plan, fits, held_bytes, plan
+from mlx_voicechat.weights import checkpoint, inventory
+from mlx_voicechat.weights.precision import Plan, fits, held_bytes, plan
+from mlx_voicechat.weights.shards import Stored, verify
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BLOCK = "tts_model.tts_model.backbone.layers.0."

@@ -9,8 +9,8 @@ from mlx.utils import tree_flatten
 from support.checkpoints import GOLDEN
 from support.speech import DISTINCT, ORACLE, close, golden_characters, golden_config, golden_tts, random_tts
 
-from mlx_voicechat import subword
-from mlx_voicechat.subword import CharacterAttention, SubwordEncoder
+from mlx_voicechat.networks import subword
+from mlx_voicechat.networks.subword import CharacterAttention, SubwordEncoder
 
 EXPECTED = dict(np.load(GOLDEN / "expected" / "tts.npz"))
 

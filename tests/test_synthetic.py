@@ -14,12 +14,13 @@ from mlx.utils import tree_flatten
 from support.checkpoints import GOLDEN, tensors_of
 
 import mlx_voicechat
-from mlx_voicechat import assets, checkpoint, inventory, synthetic
+from mlx_voicechat import assets
 from mlx_voicechat.config import ModelConfig, parse_config, read_config
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.model import Networks
-from mlx_voicechat.shards import verify
 from mlx_voicechat.text import Tokenizer, character_table
+from mlx_voicechat.weights import checkpoint, inventory, synthetic
+from mlx_voicechat.weights.shards import verify
 
 
 def raw_config(name: str) -> dict[str, Any]:

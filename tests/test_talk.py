@@ -606,8 +606,8 @@ def test_a_recording_that_turns_out_damaged(command: Command, tmp_path: Path, mo
         if peer.answer()["type"] == "session.cancel":
             peer.send("response.cancelled", frame_index=peer.frames)
 
-    from mlx_voicechat.audio import AudioReader
     from mlx_voicechat.errors import AudioError
+    from mlx_voicechat.sound.recordings import AudioReader
 
     def damaged(self: AudioReader) -> Iterator[np.ndarray]:
         yield np.zeros(16000, np.float32)

@@ -11,7 +11,7 @@ import soundfile as sf
 
 import mlx_voicechat
 from mlx_voicechat import AudioFrame
-from mlx_voicechat.model import VoiceChat
+from mlx_voicechat.voicechat import VoiceChat
 from tests.support.checkpoints import GOLDEN
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mlx_voicechat import synthetic
-from mlx_voicechat.shards import files, places
+from mlx_voicechat.weights import synthetic
+from mlx_voicechat.weights.shards import files, places
 
 from .checkpoints import GOLDEN
 

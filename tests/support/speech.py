@@ -9,8 +9,8 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlx_voicechat.config import CharacterEncoderConfig, ModelConfig, MogConfig, TtsConfig, read_config
-from mlx_voicechat.ear_tts import EarTts
-from mlx_voicechat.layout import assemble
+from mlx_voicechat.networks.ear_tts import EarTts
+from mlx_voicechat.weights.layout import assemble
 
 from .checkpoints import GOLDEN
 

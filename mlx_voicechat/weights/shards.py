@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

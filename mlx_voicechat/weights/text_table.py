@@ -21,13 +21,13 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .errors import CheckpointError
-from .linear import numpy_products
+from ..errors import CheckpointError
+from ..networks.linear import numpy_products
 from .shards import header
 
 if TYPE_CHECKING:
-    from .config import CharacterEncoderConfig
-    from .ear_tts import EarTts
+    from ..config import CharacterEncoderConfig
+    from ..networks.ear_tts import EarTts
 
 FORMAT_VERSION = "1"  # of the file, and of what SubwordEncoder and GatedFusion.text compute
 LONG_CHARACTERS = 2**14  # of all tokens together; fewer are encoded in well under a second

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 
-from . import assets, inventory, memory
-from .config import ModelConfig, parse_config
-from .hub_cache import DOWNLOAD_BYTES
-from .shards import Stored
-from .speech_weights import LONG_SECONDS
-from .synthetic import GROUP_SIZE, QUANTISED
+from mlx_voicechat import assets
+from mlx_voicechat.config import ModelConfig, parse_config
+from mlx_voicechat.gauges import memory
+from mlx_voicechat.weights import inventory
+from mlx_voicechat.weights.hub_cache import DOWNLOAD_BYTES
+from mlx_voicechat.weights.precision import LONG_SECONDS
+from mlx_voicechat.weights.shards import Stored
+from mlx_voicechat.weights.synthetic import GROUP_SIZE, QUANTISED
 
 
 def needs() -> dict[str, tuple[int, int]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .hub_cache import DOWNLOAD_BYTES, PUBLISHED, Held
+from mlx_voicechat.weights.hub_cache import DOWNLOAD_BYTES, PUBLISHED, Held
 
 OK, WARNING, STOP = "ok", "warning", "stop"
 PYTHONS = ((3, 10), (3, 14))  # from, and below: requires-python in pyproject.toml
@@ -268,7 +268,7 @@ def _memory_of(mlx: Any) -> tuple[int, int, int]:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if mlx is None:
         return total, total, total
-    from . import memory
+    from mlx_voicechat.gauges import memory
 
     machine = memory.machine()
     on_gpu = mlx.default_device().type == mlx.gpu
@@ -278,14 +278,14 @@ def _memory_of(mlx: Any) -> tuple[int, int, int]:
 
 def _cache_folder(with_hub: bool) -> Path:
     if with_hub:
-        from .hub_cache import root
+        from mlx_voicechat.weights.hub_cache import root
 
         return root()
     return Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
 
 
 def _held() -> dict[str, Held]:
-    from .hub_cache import held
+    from mlx_voicechat.weights.hub_cache import held
 
     return {name: held(repository) for name, repository in PUBLISHED.items()}
 

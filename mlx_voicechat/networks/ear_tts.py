@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from .cache import KvCache
-from .config import (
+from ..config import (
     GEMMA_QUERY_SCALE,
     GLOBAL_LAYER_PERIOD,
     RMS_EPS,
@@ -21,6 +20,7 @@ from .config import (
     ROPE_BASE_LOCAL,
     TtsConfig,
 )
+from .cache import KvCache
 from .linear import Linear, prepare_linears
 from .mog import Codebooks, CodeGenerator, GatedMlp, MogHead, sampling_controls
 from .subword import SubwordEncoder

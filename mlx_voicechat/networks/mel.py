@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from .config import MelConfig
+from ..config import MelConfig
 
 
 class LogMel:

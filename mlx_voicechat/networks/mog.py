@@ -11,8 +11,8 @@ import math
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..config import RMS_EPS, TtsConfig
 from .activations import gated_gelu
-from .config import RMS_EPS, TtsConfig
 from .linear import Linear
 
 GUMBEL_GUARD = 1e-8  # NeMo MoGHead: added inside both logarithms

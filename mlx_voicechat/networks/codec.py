@@ -13,9 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..config import CODEC_MAGNITUDE_LIMIT, CODEC_NORM_EPS, CodecConfig
+from ..errors import InputError
 from .activations import gelu
-from .config import CODEC_MAGNITUDE_LIMIT, CODEC_NORM_EPS, CodecConfig
-from .errors import InputError
 from .linear import Linear, prepare_linears
 
 EXPANSION = 4  # NeMo ConvNeXtBlock: inner width of a block over its width

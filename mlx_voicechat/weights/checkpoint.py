@@ -17,12 +17,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from . import assets, hub, layout
-from .config import ModelConfig, read_json
-from .errors import CheckpointError, InputError
+from .. import assets
+from ..config import ModelConfig, read_json
+from ..errors import CheckpointError, InputError
+from ..text import Tokenizer
+from . import hub, layout
 from .hub import print_notice
 from .shards import Stored, some_of, verify
-from .text import Tokenizer
 
 DEMONSTRATION = "tiny"  # the model name that stands for the packaged checkpoint
 FORMAT_KEY = "mlx_voicechat_format"  # in config.json: MLX tensor layouts, written by `convert`

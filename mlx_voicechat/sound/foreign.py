@@ -11,7 +11,7 @@ from codecs import getincrementaldecoder
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import AudioError
+from ..errors import AudioError
 
 STREAMED_SIZE = 0x7FFF0000  # a WAV data size from here on is a pipe's "unknown"
 FOREIGN = (  # (offset, first bytes, name) of what libsndfile cannot decode and the converters can

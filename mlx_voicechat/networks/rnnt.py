@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..config import RnntConfig
 from .activations import relu
-from .config import RnntConfig
 from .linear import Linear
 
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Literal, get_args
 
+from ..errors import InputError
 from .checkpoint import partners
-from .errors import InputError
 from .shards import Stored
 
 Choice = Literal["f32", "q8"]

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import read_config
+from ..errors import CheckpointError, HubError, InputError
 from . import hub_cache
-from .config import read_config
-from .errors import CheckpointError, HubError, InputError
 from .hub_cache import BASE_PATTERNS, COMMIT, NEEDED, ORIGINAL_PATTERNS, PARTIAL, PATTERNS, REPEAT, matches
 from .shards import SINGLE_FILE
 

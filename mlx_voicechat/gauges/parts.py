@@ -15,7 +15,7 @@ import mlx.nn as nn
 from .profile import REST
 
 if TYPE_CHECKING:
-    from .model import VoiceChat
+    from ..voicechat import VoiceChat
     from .profile import Profile
 
 

@@ -12,8 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..config import ENCODER_NORM_EPS, ENCODER_POSITION_BASE, EncoderConfig, MelConfig
 from .activations import relu, silu
-from .config import ENCODER_NORM_EPS, ENCODER_POSITION_BASE, EncoderConfig, MelConfig
 from .linear import Linear, add_product, prepare_linears
 from .mel import LogMel
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from . import inventory, layout
-from .cache import BLOCK
-from .checkpoint import FLOAT32
-from .config import GLOBAL_LAYER_PERIOD, ModelConfig
-from .errors import InputError
-from .shards import Stored
-from .speech_weights import LONG_SECONDS, Plan, fits, held_bytes, plan
+from ..config import GLOBAL_LAYER_PERIOD, ModelConfig
+from ..errors import InputError
+from ..networks.cache import BLOCK
+from ..weights import inventory, layout
+from ..weights.checkpoint import FLOAT32
+from ..weights.precision import LONG_SECONDS, Plan, fits, held_bytes, plan
+from ..weights.shards import Stored
 
 NETWORKS = ("perception", "rnnt", "language", "tts", "codec")
 PREFIXES = (  # first match; the networks nest in the checkpoint's names

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .config import CODEC_CONTROL_CODES, CodecConfig, EncoderConfig, LlmConfig, ModelConfig, RnntConfig, TtsConfig
+from ..config import CODEC_CONTROL_CODES, CodecConfig, EncoderConfig, LlmConfig, ModelConfig, RnntConfig, TtsConfig
 
 Shape = tuple[int, ...]
 INTEGERS = ("_control_codes", ".codec_silence_tokens", ".pad_tensor", ".special_flags", ".is_continuation")

@@ -20,14 +20,16 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from . import checkpoint, memory, traffic
-from .config import ModelConfig, read_config
+from ..config import ModelConfig, read_config
+from ..frame import Frame
+from ..voicechat import VoiceChat, load
+from ..weights import checkpoint
+from ..weights.precision import Choice
+from ..weights.shards import verify
+from . import memory, traffic
 from .counting import Count, counting
-from .model import Frame, VoiceChat, load
 from .parts import timed
 from .profile import COLD_FRAMES, STAGES, FrameTiming, Profile
-from .shards import verify
-from .speech_weights import Choice
 
 STEADY_FRAMES = 12  # frames before the one that is counted
 SEARCHED_FRAMES = 100  # tried for one without a transcript symbol

@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from .audio_files import PatchedFile, converted, wav_repair
-from .errors import AudioError, InputError
+from ..errors import AudioError, InputError
+from .foreign import PatchedFile, converted, wav_repair
 
 Samples = npt.NDArray[np.float32]
 

@@ -11,10 +11,10 @@ import re
 import time
 from collections.abc import Mapping
 
-from .config import ModelConfig
+from ..config import ModelConfig
+from ..weights.precision import Plan
+from ..weights.shards import Stored
 from .memory import AS_STORED, FLOAT, guidance_rows, held, is_global, llm_width, machine
-from .shards import Stored
-from .speech_weights import Plan
 
 ONCE = {
     "perception": re.compile(r"^stt_model\.perception\.(?!.*\.linear_pos\.)"),  # positions are projected at load

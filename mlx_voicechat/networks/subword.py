@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from .config import GEMMA_QUERY_SCALE, GEMMA_SOFT_CAP, RMS_EPS, ROPE_BASE_LOCAL, CharacterEncoderConfig, TtsConfig
+from ..config import GEMMA_QUERY_SCALE, GEMMA_SOFT_CAP, RMS_EPS, ROPE_BASE_LOCAL, CharacterEncoderConfig, TtsConfig
 from .mog import GatedMlp
 
 BATCH_CHARACTERS = 4096  # characters encoded at once while the table is built: bounds memory, fills a GPU

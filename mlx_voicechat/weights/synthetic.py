@@ -19,11 +19,12 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from . import assets, inventory, layout
-from .config import ModelConfig, parse_config
-from .errors import InputError
+from .. import assets
+from ..config import ModelConfig, parse_config
+from ..errors import InputError
+from ..text import WORD_STARTS, byte_alphabet
+from . import inventory, layout
 from .shards import INDEX_FILE
-from .text import WORD_STARTS, byte_alphabet
 
 Kind = Literal["random", "deep", "full-4bit"]
 VOICES = ("Aria", "Sofia")  # of the small `random` kind, so that there is a choice

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..config import LlmConfig
 from .activations import relu, silu, silu_of_rows
 from .cache import BLOCK, KvCache
-from .config import LlmConfig
 from .linear import Linear, add_product, numpy_products, prepare_linears
 
 QUERY_BLOCK = 64  # positions that attend at once: keys after the last of them are never looked at

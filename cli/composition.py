@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from . import memory
-from .config import ModelConfig
-from .memory import KNOWN, NETWORKS, WIDTHS, Announced, network
-from .shards import Stored
+from mlx_voicechat.config import ModelConfig
+from mlx_voicechat.gauges import memory
+from mlx_voicechat.gauges.memory import KNOWN, NETWORKS, WIDTHS, Announced, network
+from mlx_voicechat.weights.shards import Stored
 
 OTHER = "other"  # tensors of no network
 PACKED = ("scales", "biases")  # beside a quantised weight; they are no parameters

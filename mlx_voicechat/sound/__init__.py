@@ -1,0 +1,1 @@
+"""PCM, recordings in, WAV out, and the stateful resampler; numpy alone, no MLX."""

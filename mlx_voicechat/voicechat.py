@@ -1,0 +1,167 @@
+"""A loaded checkpoint and its conversations: load it, warm it, open sessions, answer a recording."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .config import read_config
+from .errors import InputError
+from .frame import Frame
+from .gauges import memory
+from .model import BLOCK_FRAMES, Model
+from .session import Noise, Session, checked_number
+from .text import Tokenizer
+from .weights import checkpoint
+from .weights.precision import Choice, check_choice
+
+CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
+CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
+MLX_CPU_CACHE_BYTES = 2**25  # what MLX keeps on a CPU unless told otherwise
+MAX_EXTRA_SECONDS = 1e6  # of silence at once: it is all in memory
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole conversation, n frames: texts, ids (n,), codes (n, Q) and samples (n * 1764,) at `rate_hz`."""
+
+    transcript: str
+    text: str
+    function: str
+    text_ids: list[int]
+    function_ids: list[int]
+    codes: np.ndarray
+    samples: np.ndarray
+    rate_hz: int
+
+
+class VoiceChat(Model):
+    """A loaded checkpoint: any number of sessions of one thread."""
+
+    def session(
+        self,
+        system_prompt: str | None = None,
+        seed: int = 0,
+        max_seconds: float | None = None,
+        voice: str | None = None,
+        guidance_scale: float | None = None,
+        noise: Noise | None = None,
+        profile: bool = False,
+    ) -> Session:
+        """Open a conversation; see `Session`. None takes the checkpoint's own prompt, voice and guidance scale.
+
+        `noise(step)` replaces the sampler's draws: (uniform (5, C), normal (5, Z)) of one TTS step, counted from 0 with
+        the prompt's steps included. Raises InputError.
+        """
+        session = Session(self, system_prompt, seed, max_seconds, voice, guidance_scale, noise, profile)
+        for _ in session.open():
+            pass
+        return session
+
+    def opening(self, **options: Any) -> Generator[None, None, Session]:
+        """`session` in steps: yields between the pieces of a long prompt, returns what `session` would.
+
+        For who holds several conversations: others can have their frames between two steps.
+        """
+        session = Session(self, **options)
+        yield from session.open()
+        return session
+
+    def warm(self, voice: str | None = None) -> None:
+        """Run every path of a frame once on this thread, so that no conversation waits for a kernel to compile.
+
+        That is: a system prompt, silence, speech, a transcript symbol; then the opening of a session without a prompt,
+        which is kept. Raises what `session` raises for `voice`.
+        """
+        session = self.session(system_prompt="Hello.", voice=voice)
+        silence = np.zeros(self.config.frame_samples_in, np.float32)
+        spoken = next(token for token in range(self.config.llm.vocab_size) if token not in self.config.quiet_ids)
+        for text in (self.config.pad_id, self.config.bos_id, spoken, self.config.eos_id):
+            session.force(text=text)
+            session.push(silence)
+        first = self.rnnt.first(mx.zeros((1, 1, self.config.encoder.d_model)), self.rnnt.init_state())
+        self.rnnt.finish(first, [0], self.rnnt.init_state())
+        self._openings.clear()
+        self.session(voice=voice)
+
+    def answer(self, audio: Any, rate_hz: int = 16000, extra_seconds: float = 0.0, **options: Any) -> Answer:
+        """The offline form: a whole recording (S,), float mono, and `extra_seconds` of silence after it -> Answer.
+
+        `options` are those of `session`. Equals the events of a session that was pushed the same samples.
+        """
+        extra_seconds = checked_number("extra_seconds", extra_seconds, MAX_EXTRA_SECONDS)
+        session = self.session(**options)
+        silence = np.zeros(round(extra_seconds * self.config.input_rate_hz), np.float32)
+        frames: list[Frame] = []
+        session.observe(frames.append)
+        for samples in (audio, silence):
+            for _ in session.feed(samples, rate_hz, block_frames=BLOCK_FRAMES):
+                pass
+        session.finish()
+        quantizers = self.config.codec.num_quantizers
+        return Answer(
+            transcript=session.transcript,
+            text=session.text,
+            function=session.function,
+            text_ids=[frame.text_id for frame in frames],
+            function_ids=[frame.function_id for frame in frames],
+            codes=np.array([frame.codes for frame in frames], np.int32).reshape(-1, quantizers),
+            samples=np.concatenate([np.zeros(0, np.float32), *(frame.samples for frame in frames)]),
+            rate_hz=self.config.output_rate_hz,
+        )
+
+
+def load(
+    model: str | Path,
+    say: Callable[[str], None] = checkpoint.print_notice,
+    compile: bool | None = None,
+    speech_weights: Choice | None = None,
+    kv_cache: str = "f32",
+) -> VoiceChat:
+    """Open a checkpoint: a folder, a hub id (from the cache or fetched) or `tiny`, the packaged demonstration.
+
+    `compile` fuses the kernels of a frame; None does on a GPU and not on a CPU, where it first costs seconds.
+    `speech_weights` holds the speech networks' weights as `f32` or `q8` (8 bits); None decides by the machine's memory.
+    `kv_cache` holds the speech generator's keys and values, the largest thing that grows, as `f32` or `bf16`.
+    `say` gets notices: the size of a download, too little memory. Raises CheckpointError, HubError and InputError.
+    """
+    check_choice(speech_weights)
+    cache_bytes = memory.tts_cache_bytes(kv_cache)
+    folder = checkpoint.find(model, say)
+    config = read_config(folder)
+    tokenizer = Tokenizer(folder)
+    parameters = checkpoint.load_parameters(folder, config, tokenizer)
+    limit_buffer_cache()
+    requantise = memory.speech_plan(config, parameters.stored, speech_weights, cache_bytes)
+    warning = memory.shortfall(config, parameters.stored, memory.machine(), requantise, cache_bytes)
+    if warning is not None:
+        say(warning)
+    loaded = VoiceChat(str(model), config, tokenizer, parameters, say, requantise)
+    loaded.tts.cache_dtype = mx.bfloat16 if kv_cache == "bf16" else None
+    on_gpu = mx.default_device().type == mx.gpu
+    if (on_gpu if compile is None else compile) and not loaded.compile():
+        say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")
+    return loaded
+
+
+def limit_buffer_cache() -> None:
+    """Bound the buffers that MLX keeps for reuse: CACHE_VARIABLE in MB, else a part of the machine's memory.
+
+    On a CPU nothing is kept: malloc is as fast there, and attention asks for larger buffers each frame. A smaller
+    limit than MLX's own, which on a GPU is all memory, is the program's and stays.
+    """
+    own = os.environ.get(CACHE_VARIABLE)
+    if own and not own.isdecimal():
+        raise InputError(f"{CACHE_VARIABLE} is {own!r}, expected a whole number of megabytes.")
+    on_cpu = mx.default_device().type == mx.cpu
+    part = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // CACHE_PART
+    limit = int(own) * 2**20 if own else 0 if on_cpu else min(part, MAX_CACHE_BYTES)
+    before = mx.set_cache_limit(limit)
+    if not own and before < (MLX_CPU_CACHE_BYTES if on_cpu else mx.get_memory_limit()):
+        mx.set_cache_limit(before)
