@@ -44,15 +44,16 @@ class LocalServer:
         """Serve what `load` gives; returns address and key once it is warm. Raises what loading raises."""
         import secrets
 
-        from mlx_voicechat.server.app import REALTIME, create_app
+        from mlx_voicechat.server.app import create_app
+        from mlx_voicechat.server.dialects import REALTIME
         from mlx_voicechat.server.engine import Engine
-        from mlx_voicechat.server.limits import Settings
+        from mlx_voicechat.server.settings import ServerSettings
         from mlx_voicechat.server.sockets import Server, listen
 
         for name in (*NOISY, "mlx_voicechat.server"):
             logging.getLogger(name).setLevel(logging.ERROR)
         key = secrets.token_urlsafe(32)  # nobody else on this machine takes the one slot
-        settings = Settings(model=model, api_key=key, voice=voice, max_audio_seconds=max_audio_seconds)
+        settings = ServerSettings(model=model, api_key=key, voice=voice, max_audio_seconds=max_audio_seconds)
         self._listener = listen(settings.host, 0)
         self._engine = Engine(load, settings)
         self._server = Server(create_app(self._engine, settings), settings)

@@ -8,8 +8,11 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+from mlx_voicechat.server.settings import described
+
 MAX_EXTRA_SECONDS = 600
 MAX_LIMIT_SECONDS = 1e9  # a number of samples beyond it is none
+DESCRIBED = ("metavar", "help", "min", "max", "envvar", "show_default")  # of a setting, as an option takes it
 
 DEFAULT_MODEL = "mlx-community/NemotronLabs-VoiceChat-11B-4bit"
 MODEL_VARIABLE = "MLX_VOICECHAT_MODEL"
@@ -36,6 +39,13 @@ def positive_seconds(value: float | None) -> float | None:
     if value is not None and not 0 < value <= MAX_LIMIT_SECONDS:
         raise typer.BadParameter(f"{value:g} is not a number above 0 and up to {MAX_LIMIT_SECONDS:g}.")
     return value
+
+
+def setting(name: str) -> Any:
+    """The option of a server's setting: `mlx_voicechat.server.settings` has its range and help."""
+    told = described(name)
+    check = positive_seconds if told.get("above") == 0 else None
+    return Option(callback=check, **{key: told[key] for key in DESCRIBED if key in told})
 
 
 def extra_seconds(value: float) -> float:

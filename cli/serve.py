@@ -15,10 +15,11 @@ import typer
 from typer import Option
 
 from mlx_voicechat.errors import InputError
+from mlx_voicechat.server.settings import PROTOCOLS, ServerSettings
 
 from .loading import open_model
 from .main import Ended
-from .options import DEFAULT_MODEL, Compiled, KeyValueCache, Model, SpeechWeights, Voice, positive_seconds
+from .options import DEFAULT_MODEL, Compiled, KeyValueCache, Model, SpeechWeights, Voice, setting
 from .render import HEADPHONES, complain, note
 
 if TYPE_CHECKING:
@@ -32,42 +33,22 @@ NOISY = ("uvicorn", "asyncio")  # their notes are of no use to who runs the serv
 
 def serve(
     model: Model = DEFAULT_MODEL,
-    host: Annotated[
-        str, Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is heard by the whole network.")
-    ] = "127.0.0.1",
-    port: Annotated[int, Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8080,
-    api_key: Annotated[
-        str | None,
-        Option(metavar="KEY", envvar="MLX_VOICECHAT_API_KEY", show_default=False, help="Ask clients for this key."),
-    ] = None,
-    api_prefix: Annotated[str, Option(metavar="PATH", help="Put before every path.")] = "",
-    cors_origins: Annotated[
-        list[str] | None, Option(metavar="ORIGIN", help="Pages that may use all routes; repeat or separate by commas.")
-    ] = None,
-    allowed_origins: Annotated[
-        list[str] | None, Option(metavar="ORIGIN", help="Pages that may connect, besides those of this machine.")
-    ] = None,
-    alias: Annotated[
-        str | None, Option(metavar="NAME", help="The model's name for clients; else its folder's.")
-    ] = None,
+    host: Annotated[str, setting("host")] = ServerSettings.host,
+    port: Annotated[int, setting("port")] = ServerSettings.port,
+    protocol: Annotated[str, setting("protocol")] = ServerSettings.protocol,
+    api_key: Annotated[str | None, setting("api_key")] = ServerSettings.api_key,
+    api_prefix: Annotated[str, setting("api_prefix")] = ServerSettings.api_prefix,
+    cors_origins: Annotated[list[str] | None, setting("cors_origins")] = None,
+    allowed_origins: Annotated[list[str] | None, setting("allowed_origins")] = None,
+    alias: Annotated[str | None, setting("alias")] = ServerSettings.alias,
     voice: Voice = None,
-    ssl_certfile: Annotated[
-        Path | None, Option(metavar="FILE", help="Serve TLS: other machines' browsers have no microphone without it.")
-    ] = None,
-    ssl_keyfile: Annotated[Path | None, Option(metavar="FILE", help="Its key, if not in the same file.")] = None,
-    max_sessions: Annotated[int, Option(metavar="N", min=1, max=1000, help="Conversations at once, in turns.")] = 1,
-    max_audio_seconds: Annotated[
-        float, Option(metavar="SECONDS", callback=positive_seconds, help="Audio that one conversation may hear.")
-    ] = 600.0,
-    idle_seconds: Annotated[
-        float, Option(metavar="SECONDS", callback=positive_seconds, help="End a conversation without a message.")
-    ] = 120.0,
-    setup_seconds: Annotated[
-        float, Option(metavar="SECONDS", callback=positive_seconds, help="End a connection without session.update.")
-    ] = 30.0,
-    max_message_bytes: Annotated[
-        int, Option(metavar="N", min=4096, max=2**30, help="Close a connection that sends a larger message.")
-    ] = 2**20,
+    ssl_certfile: Annotated[Path | None, setting("ssl_certfile")] = ServerSettings.ssl_certfile,
+    ssl_keyfile: Annotated[Path | None, setting("ssl_keyfile")] = ServerSettings.ssl_keyfile,
+    max_sessions: Annotated[int, setting("max_sessions")] = ServerSettings.max_sessions,
+    max_audio_seconds: Annotated[float, setting("max_audio_seconds")] = ServerSettings.max_audio_seconds,
+    idle_seconds: Annotated[float, setting("idle_seconds")] = ServerSettings.idle_seconds,
+    setup_seconds: Annotated[float, setting("setup_seconds")] = ServerSettings.setup_seconds,
+    max_message_bytes: Annotated[int, setting("max_message_bytes")] = ServerSettings.max_message_bytes,
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
     compiled: Compiled = None,
@@ -79,14 +60,16 @@ def serve(
     """
     if log_level not in LEVELS:
         raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
+    if protocol not in PROTOCOLS:
+        raise typer.BadParameter(f"{protocol} is none of {', '.join(PROTOCOLS)}.", param_hint="--protocol")
     _check_tls(ssl_certfile, ssl_keyfile)
     if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
         raise InputError("--api-key must be printable and without spaces.")
 
     from mlx_voicechat.server.access import is_loopback
-    from mlx_voicechat.server.app import REALTIME, create_app
+    from mlx_voicechat.server.app import create_app
+    from mlx_voicechat.server.dialects import REALTIME
     from mlx_voicechat.server.engine import Engine
-    from mlx_voicechat.server.limits import Settings
     from mlx_voicechat.server.sockets import Server, listen
 
     prefix = api_prefix.strip("/")
@@ -94,9 +77,11 @@ def serve(
         raise InputError(f"--api-prefix {api_prefix} is no path.", "Write it like /voice, of letters, digits and -._~")
     if not host.strip():
         raise InputError("--host is empty.", "127.0.0.1 is this machine, 0.0.0.0 the whole network.")
-    settings = Settings(
+    settings = ServerSettings(
         model=model,
         host=host,
+        port=port,
+        protocol=protocol,
         api_key=api_key,
         api_prefix=f"/{prefix}" if prefix else "",
         cors_origins=_origins("--cors-origins", cors_origins),

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .limits import Settings
+from mlx_voicechat.server.settings import ServerSettings
 
 KEY_PROTOCOL = "openai-insecure-api-key."  # how a browser sends a key: among the subprotocols it offers
 PROTOCOL = "realtime"
@@ -28,7 +28,7 @@ def refusal(status: int, code: str, message: str, **headers: str) -> JSONRespons
 class Gate:
     """ASGI middleware in front of all routes; `open_paths` need no key."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, open_paths: frozenset[str]) -> None:
         self.app = app
         self._open_paths = open_paths
         self._key = settings.api_key.encode() if settings.api_key is not None else None

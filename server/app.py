@@ -18,22 +18,24 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from uvicorn.protocols.utils import ClientDisconnected
 
-from .access import Gate, refusal
-from .connection import FAILED
-from .engine import LOADING, READY, WARMING, Engine
-from .limits import RETRY_SECONDS, Settings
-from .metrics import CONTENT_TYPE
-from .page import page_paths, page_routes
-from .realtime import Realtime
+from mlx_voicechat.server.access import Gate, refusal
+from mlx_voicechat.server.connection import FAILED, Connection, sessions_in_use
+from mlx_voicechat.server.dialects import MLXCEL, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
+from mlx_voicechat.server.engine import LOADING, READY, WARMING, Engine
+from mlx_voicechat.server.limits import RETRY_SECONDS
+from mlx_voicechat.server.metrics import CONTENT_TYPE
+from mlx_voicechat.server.mlxcel import Mlxcel
+from mlx_voicechat.server.page import page_paths, page_routes
+from mlx_voicechat.server.settings import ServerSettings
 
-REALTIME = "/v1/realtime"
+SERVED = (MLXCEL,)  # the dialects of this server
 NOT_HERE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 END_SECONDS = 1.0  # for the frame that runs when the server ends
 
 log = logging.getLogger(__name__)
 
 
-def create_app(engine: Engine, settings: Settings) -> Starlette:
+def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     """The application around an engine, which starts and ends with it."""
     started = time.time()
 
@@ -44,11 +46,21 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
         await engine.end(END_SECONDS)
 
     async def realtime(websocket: WebSocket) -> None:
+        try:
+            dialect = _dialect(websocket, settings)
+        except UnknownProtocol as unknown:
+            message = f"There is no protocol {unknown}. Those of this server: {', '.join(SERVED)}."
+            await websocket.send_denial_response(refusal(400, "unknown_protocol", message))
+            return
         if engine.state != READY:
             await websocket.send_denial_response(_not_ready(engine))
             return
+        if dialect.refused_at_the_upgrade and engine.busy:
+            message = f"The server has {sessions_in_use(settings.max_sessions)} in use. Try again later."
+            await websocket.send_denial_response(refusal(503, "server_busy", message, Retry_After=str(RETRY_SECONDS)))
+            return
         try:
-            await Realtime(websocket, engine, settings).run()
+            await _connection(dialect, websocket, engine, settings).run()
         except ClientDisconnected:
             raise  # in the handshake; uvicorn knows
         except Exception:
@@ -66,6 +78,7 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
             "status": status,
             "model": settings.model_id,
             "sessions": {"active": engine.active, "max": settings.max_sessions},
+            "protocols": SERVED,
             "uptime_seconds": round(time.time() - started, 3),
         }
         if engine.state == READY:
@@ -74,7 +87,7 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
 
     async def models(request: Request) -> Response:
         model = {"id": settings.model_id, "object": "model", "created": int(started), "owned_by": "mlx-voicechat"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [{**model, "protocols": SERVED}]})
 
     async def metrics(request: Request) -> Response:
         return Response(engine.metrics.text(), media_type=CONTENT_TYPE)
@@ -85,8 +98,8 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
 
     prefix = settings.api_prefix
     routes = [
-        WebSocketRoute(prefix + REALTIME, realtime),
-        Route(prefix + REALTIME, upgrade_required),
+        *(WebSocketRoute(prefix + path, realtime) for path in PATHS),
+        *(Route(prefix + path, upgrade_required) for path in PATHS),
         Route(prefix + "/health", health),
         Route(prefix + "/v1/models", models),
         Route(prefix + "/metrics", metrics),
@@ -102,6 +115,20 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
     return Starlette(
         routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={HTTPException: _http_error}
     )
+
+
+def _dialect(websocket: WebSocket, settings: ServerSettings) -> Dialect:
+    """What a connection asks for. Raises UnknownProtocol, also for a dialect that is not served."""
+    path = websocket.url.path.removeprefix(settings.api_prefix)
+    subprotocols = websocket.scope.get("subprotocols", [])
+    dialect = chosen(path, websocket.query_params, websocket.headers, subprotocols, settings.protocol)
+    if dialect.name not in SERVED:
+        raise UnknownProtocol(dialect.name)
+    return dialect
+
+
+def _connection(dialect: Dialect, websocket: WebSocket, engine: Engine, settings: ServerSettings) -> Connection:
+    return Mlxcel(websocket, engine, settings)
 
 
 async def _no_socket(websocket: WebSocket) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import json
 import secrets
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from . import messages
-from .access import chosen_protocol
-from .limits import OUTGOING_EVENTS, SLOW_SECONDS, Settings
-from .sockets import SCOPE_KEY, Socket
+from mlx_voicechat.server import messages
+from mlx_voicechat.server.access import chosen_protocol
+from mlx_voicechat.server.limits import OUTGOING_EVENTS, SLOW_SECONDS
+from mlx_voicechat.server.settings import ServerSettings
+from mlx_voicechat.server.sockets import SCOPE_KEY, Socket
 
 if TYPE_CHECKING:
-    from .engine import Engine, Slot
+    from mlx_voicechat.server.engine import Engine, Slot
 
 LISTEN_SECONDS = 0.25  # between two looks at a client that is not read from
 NORMAL, POLICY, FAILED, TRY_LATER = 1000, 1008, 1011, 1013  # closing codes
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,11 @@ class Close:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long may pass since a moment of the event loop's clock without a message, and what is said then."""
+    """How long may pass since a moment of the event loop's clock without a message, and the event that is sent then."""
 
     since: float
     seconds: float
-    message: str
+    event: Any
 
 
 class Connection(ABC):
@@ -59,7 +58,7 @@ class Connection(ABC):
     What it reads goes to `slot`, where a slot is taken; what it sends (`send`, `close`) waits in one queue.
     """
 
-    def __init__(self, websocket: WebSocket, engine: Engine, settings: Settings) -> None:
+    def __init__(self, websocket: WebSocket, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
         self.loop = asyncio.get_running_loop()
@@ -82,12 +81,20 @@ class Connection(ABC):
         """A message came: `text` or `bytes`."""
 
     @abstractmethod
-    def encoded(self, event: Any) -> str:
-        """An entry of the queue as it is sent."""
+    def written(self, event: Any) -> tuple[str, dict[str, Any]]:
+        """An entry of the queue as it is sent: its name and its fields. Raises KeyError for one without a name."""
 
     @abstractmethod
     def patience(self) -> Patience:
         """How long the client may be silent."""
+
+    @abstractmethod
+    def busy(self, event_id: str | None) -> Any:
+        """The event that says that there is no free slot."""
+
+    @abstractmethod
+    def slow(self) -> Any:
+        """The event that says that the client reads slower than real time."""
 
     async def run(self) -> None:
         """Serve the client until one side closes."""
@@ -128,9 +135,7 @@ class Connection(ABC):
 
     def refuse_busy(self, event_id: str | None) -> None:
         """Close: there is no free slot."""
-        count = self.settings.max_sessions
-        sessions = "its one session" if count == 1 else f"all {count} sessions"
-        self.send(Error("server_busy", f"The server has {sessions} in use. Try again later.", event_id))
+        self.send(self.busy(event_id))
         self.close(TRY_LATER)
 
     def _release(self) -> None:
@@ -171,7 +176,7 @@ class Connection(ABC):
         if self.loop.time() < end:
             self._watch = self.loop.call_at(end, self.watch_silence)
             return
-        self.send(Error("invalid_request", patience.message))
+        self.send(patience.event)
         self.close(POLICY)
         self._release()
 
@@ -204,7 +209,10 @@ class Connection(ABC):
     async def _say(self, event: Any) -> None:
         if isinstance(event, Error):
             self.engine.metrics.error(event.code)
-        await self._websocket.send_text(self.encoded(event))
+        kind, fields = self.written(event)
+        await self._websocket.send_text(
+            json.dumps({"type": kind, "event_id": f"event_{secrets.token_hex(8)}", **fields})
+        )
 
     async def _give_up(self) -> None:
         """The client reads slower than real time: its last words jump the queue."""
@@ -212,7 +220,11 @@ class Connection(ABC):
         self._release()
         self._outgoing.clear()
         self._socket.unblock()
-        message = f"What was said waited {SLOW_SECONDS:g} s to be read: the client is slower than real time."
         with suppress(WebSocketDisconnect):
-            await self._say(Error("slow_consumer", message))
+            await self._say(self.slow())
             await self._websocket.close(POLICY)
+
+
+def sessions_in_use(count: int) -> str:
+    """All the sessions of a server in a sentence."""
+    return "its one session" if count == 1 else f"all {count} sessions"

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import mlx.core as mx
 
 from mlx_voicechat.errors import VoiceChatError
-
-from .conversation import FLOAT_BYTES, Conversation, Traffic
-from .limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS, Settings
-from .messages import Append, Cancel, Open, Request, Told
-from .metrics import Metrics
+from mlx_voicechat.server.limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS
+from mlx_voicechat.server.messages import Append, Cancel, EngineEvent, Open, Request
+from mlx_voicechat.server.metrics import Metrics
+from mlx_voicechat.server.served_session import FLOAT_BYTES, Backlog, ServedSession
+from mlx_voicechat.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from mlx_voicechat.voicechat import VoiceChat
@@ -42,32 +42,32 @@ class Slot:
     the frame boundary after `release`.
     """
 
-    def __init__(self, engine: Engine, deliver: Callable[[Told], None]) -> None:
-        self.traffic = Traffic()
+    def __init__(self, engine: Engine, deliver: Callable[[EngineEvent], None]) -> None:
+        self.backlog = Backlog()
         self.deliver = deliver
         self._engine = engine
 
     @property
     def waiting_seconds(self) -> float:
         """Seconds of audio that wait for their turn."""
-        return self.traffic.samples / self._engine.config.input_rate_hz
+        return self.backlog.samples / self._engine.config.input_rate_hz
 
     @property
     def full(self) -> bool:
         """Whether so much waits that no more should be read from the client."""
-        return self.traffic.requests >= INPUT_MESSAGES or self.waiting_seconds >= INPUT_SECONDS
+        return self.backlog.requests >= INPUT_MESSAGES or self.waiting_seconds >= INPUT_SECONDS
 
     def put(self, request: Request) -> None:
         """Hand over a request."""
-        self.traffic.requests_put += 1
+        self.backlog.requests_put += 1
         if isinstance(request, Append):
-            self.traffic.samples_put += len(request.samples) // FLOAT_BYTES
+            self.backlog.samples_put += len(request.samples) // FLOAT_BYTES
         self._engine.put(self, request)
 
     def sent(self) -> None:
         """One frame of speech has left."""
-        was_full = self.traffic.frames * self._engine.config.frame_seconds >= OUTGOING_SECONDS
-        self.traffic.frames_sent += 1
+        was_full = self.backlog.frames * self._engine.config.frame_seconds >= OUTGOING_SECONDS
+        self.backlog.frames_sent += 1
         if was_full:
             self._engine.put(None, None)  # the session may have been waiting for this
 
@@ -84,7 +84,7 @@ class Engine:
     """
 
     def __init__(
-        self, load: Callable[[], VoiceChat], settings: Settings, announce: Callable[[], None] = lambda: None
+        self, load: Callable[[], VoiceChat], settings: ServerSettings, announce: Callable[[], None] = lambda: None
     ) -> None:
         self.settings = settings
         self.metrics = Metrics()
@@ -95,7 +95,7 @@ class Engine:
         self._announce = announce
         self._slots: set[Slot] = set()
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._conversations: dict[Slot, Conversation] = {}
+        self._served: dict[Slot, ServedSession] = {}
         self._order: deque[Slot] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._settled = threading.Event()
@@ -145,7 +145,7 @@ class Engine:
         """Whether every slot is taken."""
         return len(self._slots) >= self.settings.max_sessions
 
-    def reserve(self, request: Open, deliver: Callable[[Told], None]) -> Slot | None:
+    def reserve(self, request: Open, deliver: Callable[[EngineEvent], None]) -> Slot | None:
         """Take a slot and open a session in it; None if there is no free one."""
         if self.busy:
             return None
@@ -159,7 +159,7 @@ class Engine:
         """Hand the thread a request of a slot, or wake it."""
         self._inbox.put((slot, request))
 
-    def _tell(self, slot: Slot, events: list[Told], last: bool) -> None:
+    def _tell(self, slot: Slot, events: list[EngineEvent], last: bool) -> None:
         if last:
             self._slots.discard(slot)
         for event in events:
@@ -169,7 +169,7 @@ class Engine:
         return sum(slot.waiting_seconds for slot in list(self._slots))
 
     def _waiting_frames(self) -> int:
-        return sum(slot.traffic.frames for slot in list(self._slots))
+        return sum(slot.backlog.frames for slot in list(self._slots))
 
     # -- on the engine thread ------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Engine:
             self.failure, self.state = fault, FAILED
             self._settle()
         finally:
-            self._conversations.clear()
+            self._served.clear()
             del model
             mx.clear_streams()
 
@@ -199,7 +199,7 @@ class Engine:
         while not self._ending:
             slot = self._next()
             self._take_requests(model, wait=slot is None)
-            if slot is not None and slot in self._conversations and not self._ending:
+            if slot is not None and slot in self._served and not self._ending:
                 self._turn(slot)
 
     def _next(self) -> Slot | None:
@@ -207,7 +207,7 @@ class Engine:
         for _ in range(len(self._order)):
             slot = self._order[0]
             self._order.rotate(-1)
-            if self._conversations[slot].runnable:
+            if self._served[slot].runnable:
                 return slot
         return None
 
@@ -218,38 +218,38 @@ class Engine:
                 wait = False
                 if isinstance(request, Open) and slot is not None:
                     self._open(model, slot, request)
-                elif slot is not None and request is not None and slot in self._conversations:
-                    self._guarded(slot, lambda c, r=request: c.take(r))  # type: ignore[misc]
+                elif slot is not None and request is not None and slot in self._served:
+                    self._guarded(slot, lambda s, r=request: s.take(r))  # type: ignore[misc]
         except queue.Empty:
             return
 
     def _open(self, model: VoiceChat, slot: Slot, request: Open) -> None:
-        slot.traffic.requests_taken += 1
+        slot.backlog.requests_taken += 1
 
-        def tell(events: list[Told], last: bool) -> None:
+        def tell(events: list[EngineEvent], last: bool) -> None:
             self._on_loop(lambda: self._tell(slot, events, last))
 
-        self._conversations[slot] = Conversation(model, request, self.settings.voice, slot.traffic, tell)
+        self._served[slot] = ServedSession(model, request, self.settings.voice, slot.backlog, tell)
         self._order.append(slot)
 
     def _turn(self, slot: Slot) -> None:
-        seconds = self._guarded(slot, Conversation.turn)
+        seconds = self._guarded(slot, ServedSession.turn)
         if seconds is not None:
             self.metrics.frame(seconds, self.config.frame_seconds)
 
-    def _guarded(self, slot: Slot, work: Callable[[Conversation], float | None]) -> float | None:
+    def _guarded(self, slot: Slot, work: Callable[[ServedSession], float | None]) -> float | None:
         """Work for one session: what it raises ends that session, and no other."""
-        conversation = self._conversations[slot]
+        served = self._served[slot]
         seconds = None
         try:
-            seconds = work(conversation)
+            seconds = work(served)
         except VoiceChatError as fault:
-            conversation.fail(str(fault))
+            served.fail(str(fault))
         except Exception as fault:
             log.exception("A session failed.")
-            conversation.fail(f"The model failed: {type(fault).__name__}.")
-        if conversation.ended:
-            del self._conversations[slot]
+            served.fail(f"The model failed: {type(fault).__name__}.")
+        if served.ended:
+            del self._served[slot]
             self._order.remove(slot)
         return seconds
 

@@ -124,7 +124,7 @@ class Committed:
     """All that came before the commit was heard."""
 
 
-Told: TypeAlias = (
+EngineEvent: TypeAlias = (
     Opened
     | OpeningFailed
     | Unopened

@@ -19,8 +19,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 
 from mlx_voicechat.errors import VoiceChatError
-
-from .limits import CLOSING_SECONDS, UNREAD_SECONDS, Settings
+from mlx_voicechat.server.limits import CLOSING_SECONDS, UNREAD_SECONDS
+from mlx_voicechat.server.settings import ServerSettings
 
 RECEIVE_BYTES = 2**17  # in the kernel: three seconds of audio that are not read yet
 SEND_BYTES = 2**16  # in the kernel: one second of speech
@@ -173,7 +173,7 @@ class Socket(WebSocketsSansIOProtocol):
 class Server(uvicorn.Server):
     """uvicorn on a socket of ours. A first signal ends it in order, a second at once; `ended_by` is the first."""
 
-    def __init__(self, app: Any, settings: Settings) -> None:
+    def __init__(self, app: Any, settings: ServerSettings) -> None:
         config = uvicorn.Config(
             app,
             loop="asyncio",

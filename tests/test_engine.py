@@ -15,8 +15,8 @@ from mlx_voicechat.errors import CheckpointError, InputError, VoiceChatError
 from mlx_voicechat.events import Cancelled, Done
 from mlx_voicechat.server import messages
 from mlx_voicechat.server.engine import Engine, Slot
-from mlx_voicechat.server.limits import Settings
 from mlx_voicechat.server.messages import Append, Cancel, Commit, Interrupt, Open, Relay
+from mlx_voicechat.server.settings import ServerSettings as Settings
 from mlx_voicechat.voicechat import VoiceChat
 from tests.support.checkpoints import GOLDEN
 from tests.support.fake_model import FakeModel
@@ -169,7 +169,7 @@ def test_speech_that_is_not_sent_holds_its_own_session_only() -> None:
             other.put(frames(100), Commit())
             await other.until(Done)
             assert len(await stalled.until(messages.Speech, 25)) == 25
-            assert stalled.slot.traffic.samples == 15 * 1280
+            assert stalled.slot.backlog.samples == 15 * 1280
             stalled.slot.sent()
             await stalled.until(messages.Speech, 26)
             stalled.put(Cancel())
@@ -194,8 +194,8 @@ def test_what_is_full() -> None:
             assert many.slot.full
             gate.open()
             await long.until(messages.Speech, 125)
-            assert long.slot.traffic.samples == 0
-            while many.slot.traffic.requests:
+            assert long.slot.backlog.samples == 0
+            while many.slot.backlog.requests:
                 await asyncio.sleep(0.01)
             assert not many.slot.full
 

@@ -48,7 +48,7 @@ class ServerProcess:
 def running_server(model: Any = "tiny", *, wait_ready: bool = True, **options: Any) -> Iterator[RunningServer]:
     """Serve `model`: a name or folder that `mlx_voicechat.load` takes, a loaded VoiceChat, or a FakeModel.
 
-    `options` are the fields of `server.limits.Settings`, which are those of the command: max_sessions, api_key,
+    `options` are the fields of `server.settings.ServerSettings`, which are those of the command: max_sessions, api_key,
     api_prefix, cors_origins, allowed_origins (tuples of str), alias, voice, max_audio_seconds, idle_seconds,
     setup_seconds, max_message_bytes, host. With `wait_ready` the model is loaded and warm when the block begins.
     An error of loading is raised here.
@@ -56,11 +56,11 @@ def running_server(model: Any = "tiny", *, wait_ready: bool = True, **options: A
     import mlx_voicechat
     from mlx_voicechat.server.app import create_app
     from mlx_voicechat.server.engine import Engine
-    from mlx_voicechat.server.limits import Settings
+    from mlx_voicechat.server.settings import ServerSettings
     from mlx_voicechat.server.sockets import Server, listen
 
     name = str(model) if isinstance(model, str | Path) else str(getattr(model, "name", model))
-    settings = Settings(model=name, **options)
+    settings = ServerSettings(model=name, **options)
 
     def load() -> Any:
         return mlx_voicechat.load(model, say=lambda line: None) if isinstance(model, str | Path) else model

@@ -1,4 +1,4 @@
-"""The dialect of `/v1/realtime`: one connection, its messages and its events.
+"""The dialect `mlxcel` (seed of `/v1/realtime`): one connection, its messages and its events.
 
 JSON text frames both ways. What the protocol leaves open is decided here: errors about a message of an open session
 keep their place among the events of the audio before it; `session.ping`, `response.interrupt` and `session.cancel`
@@ -8,12 +8,8 @@ do not wait for that audio; null counts as absent in `session.update`, and is a 
 from __future__ import annotations
 
 import base64
-import binascii
-import json
 import logging
-import math
-import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +17,37 @@ import numpy as np
 from starlette.websockets import WebSocket
 
 from mlx_voicechat.events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
-from mlx_voicechat.sound.recordings import pcm16
-
-from . import messages
-from .connection import NORMAL, Connection, Error, Patience
-from .limits import ECHO_CHARACTERS, PROMPT_CHARACTERS, Settings
+from mlx_voicechat.server import messages
+from mlx_voicechat.server.connection import NORMAL, Connection, Error, Patience, sessions_in_use
+from mlx_voicechat.server.json_messages import Malformed, client_event_id, decoded, is_integer, named, parsed
+from mlx_voicechat.server.limits import PROMPT_CHARACTERS, SLOW_SECONDS
+from mlx_voicechat.server.settings import ServerSettings
+from mlx_voicechat.sound.pcm import pcm16
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from mlx_voicechat.server.engine import Engine
 
 WIRE_SCALE = 32767
-CONFIGURING, OPENING, READY, COMMITTED, BROKEN = "configuring", "opening", "ready", "committed", "broken"
-MOST_DIGITS = 4300  # of an integer
 AUDIO = "audio must be base64 of little-endian 16-bit PCM"
+
+CONFIGURING, OPENING, READY, COMMITTED, BROKEN = "configuring", "opening", "ready", "committed", "broken"
+PING, UPDATE, CANCEL = "session.ping", "session.update", "session.cancel"
+APPEND, COMMIT = "input_audio_buffer.append", "input_audio_buffer.commit"
+INTERRUPT, CANCEL_RESPONSE = "response.interrupt", "response.cancel"
+
+# The legal moves: a message in a state, and the state after it. A ping is legal in any.
+MOVES: dict[tuple[str, str], str] = {
+    (CONFIGURING, UPDATE): OPENING,
+    **{(state, kind): state for state in (OPENING, READY) for kind in (APPEND, INTERRUPT)},
+    **{(state, COMMIT): COMMITTED for state in (OPENING, READY)},
+    **{(state, kind): state for state in (OPENING, READY, COMMITTED, BROKEN) for kind in (CANCEL, CANCEL_RESPONSE)},
+}
+# Why any other message is none in a state: code and message.
+ILLEGAL: dict[str, tuple[str, str]] = {
+    CONFIGURING: ("invalid_request", "Send session.update before audio."),
+    COMMITTED: ("invalid_request", "The audio is committed: the session ends with response.done."),
+    BROKEN: ("inference_error", "The session ended when the model failed. Connect again."),
+}
 
 log = logging.getLogger(__name__)
 
@@ -58,27 +72,6 @@ class Pong:
 
 
 # -- messages of the client --------------------------------------------------------------------------------------------
-
-
-def parsed(frame: Mapping[str, Any]) -> dict[str, Any]:
-    """A WebSocket message -> the JSON object in it. Raises Wrong."""
-    text = frame.get("text")
-    if text is None:
-        raise Wrong("invalid_request", "Messages are JSON text frames, not binary ones.")
-    try:
-        message = json.loads(text, parse_int=number)
-    except RecursionError:
-        raise Wrong("invalid_request", "The message is nested too deeply.") from None
-    except ValueError as fault:
-        raise Wrong("invalid_request", f"The message is not JSON: {brief(str(fault), 100)}.") from None
-    if not isinstance(message, dict):
-        raise Wrong("invalid_request", f"The message is {named(message)}, expected a JSON object.")
-    return message
-
-
-def number(digits: str) -> int | float:
-    """A JSON integer; Python refuses or takes seconds for very long ones, which are all too large here."""
-    return int(digits) if len(digits) <= MOST_DIGITS else math.copysign(math.inf, -1 if digits[0] == "-" else 1)
 
 
 def session_options(message: dict[str, Any], most_seconds: float) -> messages.Open:
@@ -113,44 +106,21 @@ def audio_samples(message: dict[str, Any], rate_hz: int) -> bytes:
         missing = "" if "audio" in message else " (it is missing)"
         raise Wrong("inference_error", f"{AUDIO}, not {named(audio)}{missing}.")
     try:
-        pcm = base64.b64decode(audio, validate=True)
-        strict = base64.b64encode(pcm) == audio.encode("ascii")  # also no bits or padding too many
-    except (ValueError, binascii.Error):
-        strict = False
-    if not strict:
-        raise Wrong("inference_error", f"{AUDIO}: this is not valid base64.")
+        pcm = decoded(audio)
+    except ValueError as fault:
+        raise Wrong("inference_error", f"{AUDIO}: {fault}.") from None
     if len(pcm) % 2:
         raise Wrong("inference_error", f"{AUDIO}: {len(pcm)} bytes are no whole number of samples.")
     return (np.frombuffer(pcm, "<i2").astype(np.float32) / np.float32(32768)).tobytes()
 
 
-def is_integer(value: object) -> bool:
-    """Whether a JSON value is an integer; in Python a bool is an int."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def named(value: object) -> str:
-    """A JSON value in a message: scalars themselves, the rest by its kind."""
-    if isinstance(value, dict | list):
-        return "an object" if isinstance(value, dict) else "an array"
-    try:
-        return brief(json.dumps(value))
-    except ValueError:  # Python refuses to print integers of thousands of digits
-        return "too long a number"
-
-
-def brief(text: str, most: int = 50) -> str:
-    """At most `most` characters of a text."""
-    return text if len(text) <= most else f"{text[:most]}..."
-
-
 # -- the connection ----------------------------------------------------------------------------------------------------
 
 
-class Realtime(Connection):
+class Mlxcel(Connection):
     """A connection of this dialect."""
 
-    def __init__(self, websocket: WebSocket, engine: Engine, settings: Settings) -> None:
+    def __init__(self, websocket: WebSocket, engine: Engine, settings: ServerSettings) -> None:
         super().__init__(websocket, engine, settings)
         self._state = CONFIGURING
         self._setup_from = self.heard_at
@@ -163,12 +133,24 @@ class Realtime(Connection):
     def patience(self) -> Patience:
         """A client that waits for the server is not silent."""
         if self._state == CONFIGURING:
-            seconds = self.settings.setup_seconds
-            return Patience(self._setup_from, seconds, f"No session.update within {seconds:g} s.")
-        if self._state in (OPENING, COMMITTED) or (self.slot and self.slot.traffic.requests):
+            seconds, said = self.settings.setup_seconds, "No session.update within"
+            return Patience(self._setup_from, seconds, Error("invalid_request", f"{said} {seconds:g} s."))
+        if self._state in (OPENING, COMMITTED) or (self.slot and self.slot.backlog.requests):
             self.heard_at = self.loop.time()
         seconds = self.settings.idle_seconds
-        return Patience(self.heard_at, seconds, f"No message for {seconds:g} s.")
+        return Patience(self.heard_at, seconds, Error("invalid_request", f"No message for {seconds:g} s."))
+
+    def busy(self, event_id: str | None) -> Error:
+        message = f"The server has {sessions_in_use(self.settings.max_sessions)} in use. Try again later."
+        return Error("server_busy", message, event_id)
+
+    def slow(self) -> Error:
+        message = f"What was said waited {SLOW_SECONDS:g} s to be read: the client is slower than real time."
+        return Error("slow_consumer", message)
+
+    def written(self, event: Any) -> tuple[str, dict[str, Any]]:
+        kind, fields = EVENTS[type(event)]
+        return kind, fields(self, event)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -176,12 +158,11 @@ class Realtime(Connection):
         event_id = None
         try:
             message = parsed(frame)
-            event_id = message.get("event_id")
-            if not isinstance(event_id, str) or len(event_id) > ECHO_CHARACTERS:
-                event_id = None
+            event_id = client_event_id(message)
             self._dispatch(message, event_id)
-        except Wrong as wrong:
-            error = Error(wrong.code, wrong.message, event_id)
+        except (Wrong, Malformed) as wrong:
+            code = wrong.code if isinstance(wrong, Wrong) else "invalid_request"
+            error = Error(code, wrong.message, event_id)
             if self.slot is not None:
                 self.slot.put(messages.Relay(error))
             else:
@@ -189,28 +170,26 @@ class Realtime(Connection):
 
     def _dispatch(self, message: dict[str, Any], event_id: str | None) -> None:
         kind = message.get("type")
-        if kind == "session.ping":
+        if kind == PING:
             self.send(Pong())
-        elif kind == "session.update":
-            self._update(message, event_id)
-        elif self._state == CONFIGURING:
-            raise Wrong("invalid_request", "Send session.update before audio.")
-        elif kind == "input_audio_buffer.append":
-            self._append(message, event_id)
-        elif kind == "input_audio_buffer.commit":
-            self._commit(message, event_id)
-        elif kind == "response.interrupt":
-            self._require_open()
-            self._put(messages.Interrupt(event_id))
-        elif kind in ("session.cancel", "response.cancel"):
-            self._cancel()
+        elif self._state == CONFIGURING and kind != UPDATE:
+            raise Wrong(*ILLEGAL[CONFIGURING])
+        elif isinstance(kind, str) and kind in HANDLERS:
+            HANDLERS[kind](self, message, event_id)
         else:
             shown = "missing" if "type" not in message else named(kind)
             raise Wrong("invalid_request", f"The type of the message is {shown}: there is no such type.")
 
-    def _update(self, message: dict[str, Any], event_id: str | None) -> None:
-        if self._state != CONFIGURING:
+    def _after(self, kind: str) -> str:
+        """The state after a message of this kind. Raises Wrong."""
+        if (self._state, kind) in MOVES:
+            return MOVES[self._state, kind]
+        if kind == UPDATE:
             raise Wrong("invalid_request", "The session is configured: a second session.update is not possible.")
+        raise Wrong(*ILLEGAL[self._state])
+
+    def _update(self, message: dict[str, Any], event_id: str | None) -> None:
+        after = self._after(UPDATE)
         self._setup_from = self.loop.time()
         options = session_options(message, self.settings.max_audio_seconds)
         self._update_id = event_id
@@ -218,10 +197,10 @@ class Realtime(Connection):
         if self.slot is None:
             self.refuse_busy(event_id)
         else:
-            self._state = OPENING
+            self._state = after
 
     def _append(self, message: dict[str, Any], event_id: str | None) -> None:
-        self._require_open()
+        self._state = self._after(APPEND)
         samples = audio_samples(message, self.engine.config.input_rate_hz)
         if samples:
             self._put(messages.Append(samples, event_id))
@@ -230,21 +209,20 @@ class Realtime(Connection):
         pad_partial = message.get("pad_partial", True)
         if not isinstance(pad_partial, bool):
             raise Wrong("invalid_request", f"pad_partial must be true or false, not {named(pad_partial)}.")
-        self._require_open()
+        after = self._after(COMMIT)
         self._put(messages.Commit(pad_partial, event_id))
-        self._state = COMMITTED
+        self._state = after
 
-    def _cancel(self) -> None:
+    def _interrupt(self, message: dict[str, Any], event_id: str | None) -> None:
+        self._state = self._after(INTERRUPT)
+        self._put(messages.Interrupt(event_id))
+
+    def _cancel(self, message: dict[str, Any], event_id: str | None) -> None:
+        self._state = self._after(CANCEL)
         if self.slot is not None:
             self._put(messages.Cancel())
         elif self._state == BROKEN:
             self._deliver(Cancelled(self._frames))
-
-    def _require_open(self) -> None:
-        if self._state == BROKEN:
-            raise Wrong("inference_error", "The session ended when the model failed. Connect again.")
-        if self._state == COMMITTED:
-            raise Wrong("invalid_request", "The audio is committed: the session ends with response.done.")
 
     def _put(self, request: messages.Request) -> None:
         if self.slot is not None:
@@ -278,47 +256,9 @@ class Realtime(Connection):
             self.slot = None
             self.close(NORMAL)
 
-    def encoded(self, event: Any) -> str:
-        return json.dumps({"type": "", "event_id": f"event_{secrets.token_hex(8)}", **self._fields(event)})
-
-    def _fields(self, event: Any) -> dict[str, Any]:
-        if isinstance(event, messages.Speech):
-            return self._speech(event)
-        if isinstance(event, TranscriptDelta):
-            kind = "conversation.item.input_audio_transcription.delta"
-            return {
-                "type": kind,
-                "frame_index": event.frame_index,
-                "delta": event.delta,
-                "transcript": event.text,
-            }
-        if isinstance(event, TextDelta | FunctionDelta):
-            channel = "text" if isinstance(event, TextDelta) else "function"
-            return {
-                "type": f"response.{channel}.delta",
-                "frame_index": event.frame_index,
-                "token_id": event.token_id,
-                "delta": event.delta,
-                "text": event.text,
-            }
-        if isinstance(event, Error):
-            named_event = {} if event.event_id is None else {"event_id": event.event_id}
-            return {"type": "error", "error": {"code": event.code, "message": event.message, **named_event}}
-        if isinstance(event, Done | Cancelled | messages.Interrupted):
-            ends = {Done: "done", Cancelled: "cancelled", messages.Interrupted: "interrupted"}
-            return {"type": f"response.{ends[type(event)]}", "frame_index": event.frame_index}
-        if isinstance(event, messages.Lagging):
-            return {"type": "session.lagging", "backlog_seconds": event.seconds}
-        if isinstance(event, messages.Committed):
-            return {"type": "input_audio_buffer.committed"}
-        if isinstance(event, Pong):
-            return {"type": "session.pong"}
-        return self._session(ready=isinstance(event, messages.Opened))
-
     def _speech(self, event: messages.Speech) -> dict[str, Any]:
         pcm = pcm16(np.frombuffer(event.samples, np.float32), WIRE_SCALE).tobytes()
         return {
-            "type": "response.audio.delta",
             "frame_index": event.frame_index,
             "delta": base64.b64encode(pcm).decode("ascii"),
             "format": "pcm16",
@@ -327,11 +267,61 @@ class Realtime(Connection):
             "audio_codes": event.codes,
         }
 
-    def _session(self, ready: bool) -> dict[str, Any]:
+    def _session(self, event: Created | messages.Opened) -> dict[str, Any]:
         config = self.engine.config
+        ready = isinstance(event, messages.Opened)
         session: dict[str, Any] = {"id": self.id, "state": "ready" if ready else "configuring"}
         if ready:
             session |= {"model": self.settings.model_id, "frame_samples": config.frame_samples_in}
         session["input_audio_format"] = {"type": "pcm16", "sample_rate": config.input_rate_hz}
         session["output_audio_format"] = {"type": "pcm16", "sample_rate": config.output_rate_hz}
-        return {"type": "session.updated" if ready else "session.created", "session": session}
+        return {"session": session}
+
+
+def _transcript(_: Mlxcel, event: TranscriptDelta) -> dict[str, Any]:
+    return {"frame_index": event.frame_index, "delta": event.delta, "transcript": event.text}
+
+
+def _token(_: Mlxcel, event: TextDelta | FunctionDelta) -> dict[str, Any]:
+    return {
+        "frame_index": event.frame_index,
+        "token_id": event.token_id,
+        "delta": event.delta,
+        "text": event.text,
+    }
+
+
+def _error(_: Mlxcel, event: Error) -> dict[str, Any]:
+    named_event = {} if event.event_id is None else {"event_id": event.event_id}
+    return {"error": {"code": event.code, "message": event.message, **named_event}}
+
+
+def _at_frame(_: Mlxcel, event: Done | Cancelled | messages.Interrupted) -> dict[str, Any]:
+    return {"frame_index": event.frame_index}
+
+
+HANDLERS: dict[str, Callable[[Mlxcel, dict[str, Any], str | None], None]] = {
+    UPDATE: Mlxcel._update,
+    APPEND: Mlxcel._append,
+    COMMIT: Mlxcel._commit,
+    INTERRUPT: Mlxcel._interrupt,
+    CANCEL: Mlxcel._cancel,
+    CANCEL_RESPONSE: Mlxcel._cancel,
+}
+
+# How each event is written: its name on the wire, and its fields. Another event is a fault of the server.
+EVENTS: dict[type, tuple[str, Callable[[Mlxcel, Any], dict[str, Any]]]] = {
+    Created: ("session.created", Mlxcel._session),
+    messages.Opened: ("session.updated", Mlxcel._session),
+    Pong: ("session.pong", lambda _, __: {}),
+    Error: ("error", _error),
+    TranscriptDelta: ("conversation.item.input_audio_transcription.delta", _transcript),
+    TextDelta: ("response.text.delta", _token),
+    FunctionDelta: ("response.function.delta", _token),
+    messages.Speech: ("response.audio.delta", Mlxcel._speech),
+    messages.Lagging: ("session.lagging", lambda _, event: {"backlog_seconds": event.seconds}),
+    messages.Committed: ("input_audio_buffer.committed", lambda _, __: {}),
+    messages.Interrupted: ("response.interrupted", _at_frame),
+    Done: ("response.done", _at_frame),
+    Cancelled: ("response.cancelled", _at_frame),
+}

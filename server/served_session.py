@@ -12,14 +12,14 @@ import numpy as np
 
 from mlx_voicechat.errors import LimitError
 from mlx_voicechat.events import AudioFrame, Cancelled, Event, LimitReached
-
-from .limits import LAGGING_PERIOD, LAGGING_SECONDS, OUTGOING_SECONDS
-from .messages import (
+from mlx_voicechat.server.limits import LAGGING_PERIOD, LAGGING_SECONDS, OUTGOING_SECONDS
+from mlx_voicechat.server.messages import (
     Append,
     Broken,
     Cancel,
     Commit,
     Committed,
+    EngineEvent,
     Interrupt,
     Interrupted,
     Lagging,
@@ -30,7 +30,6 @@ from .messages import (
     Relay,
     Request,
     Speech,
-    Told,
     Unopened,
 )
 
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 FLOAT_BYTES = 4
 
 
-class Traffic:
+class Backlog:
     """Counts of one session that its connection and the engine both read; each is written by one of them only."""
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ class Traffic:
         return self.frames_told - self.frames_sent
 
 
-class Conversation:
+class ServedSession:
     """What is left to do for one session. Everything here happens on the engine thread.
 
     `tell` gets the events, and whether they are the last; `ended` says the same. What a turn raises goes to `fail`.
@@ -75,10 +74,10 @@ class Conversation:
         model: VoiceChat,
         request: Open,
         voice: str | None,
-        traffic: Traffic,
-        tell: Callable[[list[Told], bool], None],
+        backlog: Backlog,
+        tell: Callable[[list[EngineEvent], bool], None],
     ) -> None:
-        self.traffic = traffic
+        self.backlog = backlog
         self.ended = False
         self._send = tell
         self._config = model.config
@@ -94,7 +93,7 @@ class Conversation:
     @property
     def runnable(self) -> bool:
         """Whether a turn would do something: not while two seconds of speech wait to be sent."""
-        room = self.traffic.frames * self._config.frame_seconds < OUTGOING_SECONDS
+        room = self.backlog.frames * self._config.frame_seconds < OUTGOING_SECONDS
         return room and (self._opening is not None or bool(self._waiting))
 
     def take(self, request: Request) -> None:
@@ -147,7 +146,7 @@ class Conversation:
 
     def _interrupt(self) -> None:
         assert self._session is not None
-        self.traffic.requests_taken += 1
+        self.backlog.requests_taken += 1
         self._interrupts += 1
         self._session.force(text=self._config.eos_id)
 
@@ -157,7 +156,7 @@ class Conversation:
         if isinstance(request, Append):
             return self._hear(request)
         self._waiting.popleft()
-        self.traffic.requests_taken += 1
+        self.backlog.requests_taken += 1
         if isinstance(request, Commit):
             return self._commit(request)
         assert isinstance(request, Relay)
@@ -187,12 +186,12 @@ class Conversation:
 
     def _heard(self, request: Append, end: int) -> None:
         """Count it, before what it gave is told: the connection then looks whether there is room."""
-        self.traffic.samples_taken += (end - self._at) // FLOAT_BYTES
+        self.backlog.samples_taken += (end - self._at) // FLOAT_BYTES
         self._at = end
         if end == len(request.samples):
             self._waiting.popleft()
             self._at = 0
-            self.traffic.requests_taken += 1
+            self.backlog.requests_taken += 1
 
     def _commit(self, request: Commit) -> float | None:
         assert self._session is not None
@@ -205,7 +204,7 @@ class Conversation:
         return seconds if len(events) > 1 else None
 
     def _cancel(self, told: bool) -> None:
-        rest: list[Told] = [request for request in self._waiting if isinstance(request, Relay)]
+        rest: list[EngineEvent] = [request for request in self._waiting if isinstance(request, Relay)]
         if self._opening is not None:
             self._opening.close()
         events: list[Event] = [Cancelled(0)] if self._session is None else self._session.cancel()
@@ -215,23 +214,23 @@ class Conversation:
         self.ended = True
         self._opening = self._session = None
         self._waiting.clear()
-        self.traffic.requests_taken, self.traffic.samples_taken = self.traffic.requests_put, self.traffic.samples_put
+        self.backlog.requests_taken, self.backlog.samples_taken = self.backlog.requests_put, self.backlog.samples_put
         self._send(last, True)
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def _tell(self, events: list[Told]) -> None:
+    def _tell(self, events: list[EngineEvent]) -> None:
         if events:
             self._send(events, False)
 
-    def _told(self, events: list[Event]) -> list[Told]:
+    def _told(self, events: list[Event]) -> list[EngineEvent]:
         """A session's events as they cross; what ended a turn comes before its frame's own events."""
-        told: list[Told] = []
+        told: list[EngineEvent] = []
         if events and isinstance(events[-1], AudioFrame):
             told += self._interrupted(events[-1].frame_index)
         for event in events:
             if isinstance(event, AudioFrame):
-                self.traffic.frames_told += 1
+                self.backlog.frames_told += 1
                 told.append(Speech(event.frame_index, event.samples.tobytes(), event.codes))
             else:
                 assert not isinstance(event, LimitReached)
@@ -243,7 +242,7 @@ class Conversation:
         return [Interrupted(frame_index)] * count
 
     def _tell_lag(self) -> None:
-        seconds = self.traffic.samples / self._config.input_rate_hz
+        seconds = self.backlog.samples / self._config.input_rate_hz
         now = time.monotonic()
         if not self.ended and seconds >= LAGGING_SECONDS and now - self._lagging_told >= LAGGING_PERIOD:
             self._lagging_told = now

@@ -1,0 +1,73 @@
+"""The options of a server, spelled once: default, range and help. The command `serve` is made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PROTOCOLS = ("mlxcel", "openai", "duplex", "strict-v3")  # the dialects' names, everywhere
+MOST_SECONDS = 1e9  # a number of samples beyond it is none
+
+
+def told(metavar: str, text: str, **more: Any) -> dict[str, Any]:
+    """What the command line says of a field; `more` are min, max, above, envvar, show_default."""
+    return {"metavar": metavar, "help": text, **more}
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The options of `serve`; see its help."""
+
+    model: str
+    host: str = field(
+        default="127.0.0.1", metadata=told("ADDRESS", "Where to listen; 0.0.0.0 is heard by the whole network.")
+    )
+    port: int = field(default=8080, metadata=told("N", "0 takes a free one.", min=0, max=65535))
+    protocol: str = field(
+        default="mlxcel", metadata=told("|".join(PROTOCOLS), "What a connection to the bare /v1/realtime speaks.")
+    )
+    api_key: str | None = field(
+        default=None,
+        metadata=told("KEY", "Ask clients for this key.", envvar="MLX_VOICECHAT_API_KEY", show_default=False),
+    )
+    api_prefix: str = field(default="", metadata=told("PATH", "Put before every path."))
+    cors_origins: tuple[str, ...] = field(
+        default=(),
+        metadata=told("ORIGIN", "Pages that may use all routes; repeat or separate by commas.", show_default=False),
+    )
+    allowed_origins: tuple[str, ...] = field(
+        default=(),
+        metadata=told("ORIGIN", "Pages that may connect, besides those of this machine.", show_default=False),
+    )
+    alias: str | None = field(default=None, metadata=told("NAME", "The model's name for clients; else its folder's."))
+    voice: str | None = None
+    ssl_certfile: Path | None = field(
+        default=None, metadata=told("FILE", "Serve TLS: other machines' browsers have no microphone without it.")
+    )
+    ssl_keyfile: Path | None = field(default=None, metadata=told("FILE", "Its key, if not in the same file."))
+    max_sessions: int = field(default=1, metadata=told("N", "Conversations at once, in turns.", min=1, max=1000))
+    max_audio_seconds: float = field(
+        default=600.0, metadata=told("SECONDS", "Audio that one conversation may hear.", above=0)
+    )
+    idle_seconds: float = field(
+        default=120.0, metadata=told("SECONDS", "End a conversation without a message.", above=0)
+    )
+    setup_seconds: float = field(
+        default=30.0, metadata=told("SECONDS", "End a connection without session.update.", above=0)
+    )
+    max_message_bytes: int = field(
+        default=2**20, metadata=told("N", "Close a connection that sends a larger message.", min=4096, max=2**30)
+    )
+
+    @property
+    def model_id(self) -> str:
+        """What `session.updated` and `/v1/models` report: the alias, else the last part of the model's name."""
+        name = self.alias or Path(self.model).name or self.model
+        return name.encode(errors="replace").decode()  # bytes of a file name that are no text
+
+
+def described(name: str) -> Mapping[str, Any]:
+    """What the command line says of a field."""
+    return ServerSettings.__dataclass_fields__[name].metadata
