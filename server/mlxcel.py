@@ -22,7 +22,7 @@ from mlx_voicechat.server.connection import NORMAL, Connection, Error, Patience,
 from mlx_voicechat.server.json_messages import Malformed, client_event_id, decoded, is_integer, named, parsed
 from mlx_voicechat.server.limits import PROMPT_CHARACTERS, SLOW_SECONDS
 from mlx_voicechat.server.settings import ServerSettings
-from mlx_voicechat.sound.pcm import pcm16
+from mlx_voicechat.sound.recordings import pcm16
 
 if TYPE_CHECKING:
     from mlx_voicechat.server.engine import Engine
