@@ -128,9 +128,16 @@ class Wire:
             self.input_rate_hz = int(session["input_audio_format"]["sample_rate"])
             self.output_rate_hz = int(session["output_audio_format"]["sample_rate"])
 
-    async def open(self, system_prompt: str | None = None, seed: int = 0, max_seconds: float | None = None) -> None:
-        """Begin the conversation."""
+    async def open(
+        self,
+        system_prompt: str | None = None,
+        seed: int = 0,
+        max_seconds: float | None = None,
+        own_turns: bool = False,
+    ) -> None:
+        """Begin the conversation; with `own_turns`, `begin_turn` and `end_turn` say when the user speaks."""
         wanted = {"system_prompt": system_prompt, "seed": seed, "max_streaming_seconds": max_seconds}
+        wanted |= {"extensions": True, "turns": "application" if own_turns else None}
         session = {name: value for name, value in wanted.items() if value is not None}
         await self._send({"type": "session.update", "session": session})
         updated = (await self._answer("session.updated", OPEN_SECONDS))["session"]
@@ -155,6 +162,14 @@ class Wire:
     async def interrupt(self) -> None:
         """End the assistant's turn at the next frame; then Interrupted."""
         await self._send({"type": "response.interrupt"})
+
+    async def begin_turn(self) -> None:
+        """Begin the user's turn, which ends the assistant's; then Interrupted. Of a conversation with own turns."""
+        await self._send({"type": "turn.begin"})
+
+    async def end_turn(self) -> None:
+        """End the user's turn: it is answered."""
+        await self._send({"type": "turn.end"})
 
     async def close(self) -> None:
         """Hang up; a server drops an unfinished conversation then."""

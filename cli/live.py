@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mlx_voicechat.errors import DeviceError
 
 from .buffers import Capture, Playback
 from .dialogue import Dialogue
+from .keyboard import presses
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,6 +34,8 @@ STALLED_SECONDS = 2.0  # without a sample played: what is left at the end is giv
 class Live(Dialogue):
     """The microphone and the loudspeaker, once `opened`. Ctrl-C commits and lets the rest be played; again, it ends.
 
+    With `push_to_talk` the microphone is heard between two presses of a key, which are the person's turn.
+
     `say` gets a line for the person; `here` tells whether the model runs in this process.
     """
 
@@ -47,12 +50,14 @@ class Live(Dialogue):
         *,
         duration: float | None,
         half_duplex: bool,
+        push_to_talk: bool,
         here: bool,
     ) -> None:
         super().__init__()
         self._devices, self._microphone, self._loudspeaker = devices, microphone, loudspeaker
         self._say, self._here = say, here
-        self._duration, self._half_duplex = duration, half_duplex
+        self._duration, self._half_duplex, self._push_to_talk = duration, half_duplex, push_to_talk
+        self._pressed = self._in_turn = False
         self._stopping = self._said_loss = self._judged = False
         self._announced = BEHIND_SECONDS / 2
         self._stopped: DeviceError | None = None
@@ -71,7 +76,8 @@ class Live(Dialogue):
                 with self._devices.naming(device):
                     self._streams[-1].start()
             self._say(f"{self._microphone.name} listens, {self._loudspeaker.name} speaks; Ctrl-C ends.")
-            yield
+            with presses(self._press_key) if self._push_to_talk else nullcontext():
+                yield
         finally:
             for stream in self._streams:
                 stream.close()  # at once: what is still to be played was waited for
@@ -115,14 +121,28 @@ class Live(Dialogue):
                 samples = samples[:left]
                 left -= len(samples)
                 ending = ending or not left
-            if self._half_duplex and self._playback.speaking:
+            if (self._half_duplex and self._playback.speaking) or (self._push_to_talk and not self._in_turn):
                 samples = samples * 0
             if len(samples):
                 await wire.append(samples)
+            if self._pressed:
+                await self._change_turn(wire)
             self._judge()
             if ending:
                 await wire.commit()
                 return
+
+    def _press_key(self) -> None:
+        self._pressed = not self._pressed  # twice between two looks is none
+
+    async def _change_turn(self, wire: Wire) -> None:
+        self._pressed, self._in_turn = False, not self._in_turn
+        if not self._in_turn:
+            await wire.end_turn()
+            return
+        self._playback.clear()
+        await wire.begin_turn()
+        self._say("you are heard; press again when you have finished.")
 
     async def _listen(self, wire: Wire, take: Callable[[Event], bool]) -> None:
         await super()._listen(wire, take)

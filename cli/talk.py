@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 HALF_DUPLEX = "half duplex: while the assistant speaks the microphone is off, and interrupting it is, too."
 OF_THE_FILE = ("extra_decoding_seconds", "fast")
-OF_THE_MICROPHONE = ("duration", "half_duplex", "input_device", "output_device")
-OF_THE_MODEL = ("model", "voice", "speech_weights", "kv_cache", "compiled")
+OF_THE_MICROPHONE = ("duration", "half_duplex", "push_to_talk", "input_device", "output_device")
+OF_THE_MODEL = ("model", "voice", "speech_weights", "kv_cache", "compiled", *TOOL_OPTIONS)
 
 
 def talk(
@@ -67,6 +67,9 @@ def talk(
     half_duplex: Annotated[
         bool, Option("--half-duplex", help="Microphone off while the assistant speaks: no interrupting.")
     ] = False,
+    push_to_talk: Annotated[
+        bool, Option("--push-to-talk", help="The space bar or Enter begins what you say, and ends it.")
+    ] = False,
     url: Annotated[
         str | None,
         Option(metavar="URL", help="A running server: ws, wss, http or https. Without it, the model runs here."),
@@ -79,6 +82,12 @@ def talk(
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
     compiled: Compiled = None,
+    tools: ToolsFile = None,
+    tool_command: ToolCommand = None,
+    mcp: Mcp = None,
+    mcp_config: McpConfig = None,
+    mcp_tools: McpTools = None,
+    on_hold: OnHold = None,
     extra_decoding_seconds: Annotated[
         float,
         Option(metavar="SECONDS", callback=extra_seconds, help="Silence after a recording, for answers: 0 to 600."),

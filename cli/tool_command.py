@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+from contextlib import suppress
 from typing import Any
 
 from mlx_voicechat.errors import ToolError
@@ -21,6 +24,15 @@ class ToolCommand:
     def __init__(self, command: str, seconds: float = CALL_SECONDS) -> None:
         self._words = words_of(command, "--tool-command")
         self._seconds = seconds
+        self._running: set[int] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """End what runs: its call has failed."""
+        self._closed = True
+        for process in list(self._running):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process, signal.SIGKILL)
 
     def call(self, name: str, arguments: dict[str, Any], call_id: str) -> str:
         """Run it, on the calling thread, and return what it prints. Raises ToolError."""
@@ -29,6 +41,8 @@ class ToolCommand:
 
     async def _run(self, request: bytes) -> str:
         program = self._words[0]
+        if self._closed:
+            raise ToolError(f"{program} is not run any more.")
         try:
             process = await start(self._words)
         except OSError as fault:
@@ -36,6 +50,7 @@ class ToolCommand:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
+        self._running.add(process.pid)
         tail, output = Tail(), bytearray()
         tasks = [
             asyncio.create_task(tail.follow(process.stderr)),
@@ -47,6 +62,7 @@ class ToolCommand:
             in_time = await self._ended(process, output)
             await asyncio.wait(tasks, timeout=LAST_SECONDS if in_time else 0)
         finally:
+            self._running.discard(process.pid)
             await stop(process, grace_seconds=0)
             for task in tasks:
                 task.cancel()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +82,7 @@ class ToolSources:
         if options.tools is not None and options.tool_command is not None:
             found = read_tools(options.tools)
             program = ToolCommand(options.tool_command)
+            self._open.callback(program.close)
             self._calls |= {tool.name: partial(program.call, tool.name) for tool in found}
         entries = servers_of(list(options.mcp), options.mcp_config)
         if entries:
@@ -110,7 +113,23 @@ class ToolSources:
         """Call a tool and wait for its result. Raises ToolError."""
         if name not in self._calls:
             raise ToolError(f"There is no tool {name}.")
-        return self._calls[name](arguments, call_id)
+        result = self._calls[name](arguments, call_id)
+        if not self._fits(result):
+            raise ToolError(f"The result of {name} is longer than the model takes: {len(result):,} characters.")
+        return result
+
+    def start(self, name: str, arguments: dict[str, Any], call_id: str) -> Future[str]:
+        """Call a tool on a thread of its own, which nobody waits for at the end."""
+        future: Future[str] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self.call(name, arguments, call_id))
+            except ToolError as fault:
+                future.set_exception(fault)
+
+        threading.Thread(target=run, name=f"tool {name}", daemon=True).start()
+        return future
 
     def _listed(self, servers: McpServers, taken: list[str]) -> list[Description]:
         picked, complete = list(self._options.mcp_tools), servers.all_usable
