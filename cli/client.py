@@ -113,6 +113,7 @@ class Wire:
         self._socket = socket
         self._address = address
         self.model = ""
+        self.tools: tuple[str, ...] = ()
         self.frame_samples = 0
         self.input_rate_hz = self.output_rate_hz = 0
 
@@ -143,6 +144,7 @@ class Wire:
         updated = (await self._answer("session.updated", OPEN_SECONDS))["session"]
         with self._understanding():
             self.model, self.frame_samples = str(updated["model"]), int(updated["frame_samples"])
+            self.tools = tuple(map(str, updated.get("tools", ())))
 
     async def append(self, samples: npt.ArrayLike) -> None:
         """Say float samples (S,); waits while the server takes no more."""
@@ -252,6 +254,7 @@ class _Understanding:
 def _event(message: dict[str, Any]) -> Event | Notice | None:
     """A server's message as an event; None for one that needs no attention (pong, committed, what is yet unknown)."""
     from mlx_voicechat import AudioFrame, Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
+    from mlx_voicechat.events import FunctionCall, FunctionResult
 
     kind = message["type"]
     if kind == "response.audio.delta":
@@ -262,6 +265,12 @@ def _event(message: dict[str, Any]) -> Event | Notice | None:
         make = TextDelta if kind == "response.text.delta" else FunctionDelta
         index, token = int(message["frame_index"]), int(message["token_id"])
         return make(index, token, str(message["delta"]), str(message["text"]))
+    if kind == "tool.call":
+        arguments = dict(message["arguments"])
+        return FunctionCall(int(message["frame_index"]), str(message["call_id"]), str(message["name"]), arguments, "")
+    if kind == "tool.result":
+        result, failed = str(message["result"]), bool(message.get("failed", False))
+        return FunctionResult(int(message["frame_index"]), str(message["call_id"]), result, failed)
     if kind in ("response.done", "response.cancelled"):
         return (Done if kind == "response.done" else Cancelled)(int(message["frame_index"]))
     if kind == "response.interrupted":

@@ -8,7 +8,7 @@ import json
 import shlex
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -20,8 +20,14 @@ from .loading import open_model
 from .options import (
     DEFAULT_MODEL,
     KeyValueCache,
+    Mcp,
+    McpConfig,
+    McpTools,
     Model,
+    OnHold,
     SpeechWeights,
+    ToolCommand,
+    ToolsFile,
     Voice,
     extra_seconds,
     not_negative,
@@ -83,6 +89,12 @@ def generate(
     ] = None,
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
+    tools: ToolsFile = None,
+    tool_command: ToolCommand = None,
+    mcp: Mcp = None,
+    mcp_config: McpConfig = None,
+    mcp_tools: McpTools = None,
+    on_hold: OnHold = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not text.")] = False,
     both_sides: Annotated[Path | None, Option(metavar="FILE", help="Stereo WAV: user left, assistant right.")] = None,
     events: Annotated[Path | None, Option(metavar="FILE", help="Every event with its times, JSON lines.")] = None,
@@ -114,14 +126,20 @@ def generate(
 
     from mlx_voicechat.sound.recordings import AudioReader
 
+    from .calls import answered
+    from .tool_sources import ToolOptions, ToolSources
+
+    wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
     output = Output()
     live, offline = stream and not as_json, io.StringIO()
-    text = LiveText(output.write if live else offline.write)
+    text = LiveText(output.write if live else offline.write, tools=bool(wanted))
+    calls: list[dict[str, Any]] | None = [] if wanted else None
     last: Event | None = None
     with contextlib.ExitStack() as files:
         recording = files.enter_context(AudioReader(audio, max_seconds=max_seconds))
         if recording.note:
             note(recording.note)
+        sources = files.enter_context(ToolSources(wanted, note))
         total_seconds = recording.seconds + extra_decoding_seconds
         if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS:
             compiled = True
@@ -136,6 +154,7 @@ def generate(
             voice=voice,
             guidance_scale=guidance_scale,
             profile=profile,
+            tools=sources.tools,
         )
         if session.profile and wants_parts():
             from mlx_voicechat.gauges.parts import timed
@@ -148,10 +167,11 @@ def generate(
         pieces = chain(recording, silence(round(extra_decoding_seconds * config.input_rate_hz)))
         blocks = outputs.hearing(cut(pieces, block_frames * config.frame_samples_in))
         files.callback(text.end_line)  # also before an error's line
-        for last in converse(session, blocks, block_frames, interrupt):
+        for last in answered(converse(session, blocks, block_frames, interrupt), session, sources, interrupt):
             outputs.take(last)
             progress.take(last)
             text.take(last)
+            _note_call(last, calls)
             if output.closed and not targets:
                 return  # nobody reads on, and nothing is to be written
         if session.frames == 0:
@@ -164,7 +184,7 @@ def generate(
             timings = json.dumps(session.profile.every_frame(), indent=1)
             files.enter_context(TextFile(targets.profile_frames)).write(timings + "\n")
     text.close()
-    output.write(json.dumps(_result(session)) + "\n" if as_json else offline.getvalue())
+    output.write(json.dumps(_result(session, calls)) + "\n" if as_json else offline.getvalue())
     if summary and not profile_json:
         complain(summary)
     _fail_if_cut_short(session, last)
@@ -175,9 +195,20 @@ def generate(
         note(f"the assistant heard this and did not answer: if it had no time to, {remedy}")
 
 
-def _result(session: Session) -> dict[str, str | int | float]:
-    """What `--json` prints."""
+def _note_call(event: Event, calls: list[dict[str, Any]] | None) -> None:
+    from mlx_voicechat.events import FunctionCall, FunctionResult
+
+    if calls is not None and isinstance(event, FunctionCall):
+        calls.append({"call_id": event.call_id, "name": event.name, "arguments": event.arguments})
+    elif calls is not None and isinstance(event, FunctionResult):
+        call = next(call for call in calls if call["call_id"] == event.call_id)
+        call |= {"result": event.result, "failed": event.failed}
+
+
+def _result(session: Session, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """What `--json` prints; the calls where there are tools."""
     return {
+        **({} if calls is None else {"calls": calls}),
         "transcript": session.transcript,
         "text": session.text,
         "function": session.function,

@@ -19,7 +19,21 @@ from mlx_voicechat.server.settings import PROTOCOLS, ServerSettings
 
 from .loading import open_model
 from .main import Ended
-from .options import DEFAULT_MODEL, Compiled, KeyValueCache, Model, SpeechWeights, Voice, setting
+from .options import (
+    DEFAULT_MODEL,
+    Compiled,
+    KeyValueCache,
+    Mcp,
+    McpConfig,
+    McpTools,
+    Model,
+    OnHold,
+    SpeechWeights,
+    ToolCommand,
+    ToolsFile,
+    Voice,
+    setting,
+)
 from .render import HEADPHONES, complain, note
 
 if TYPE_CHECKING:
@@ -52,6 +66,12 @@ def serve(
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
     compiled: Compiled = None,
+    tools: ToolsFile = None,
+    tool_command: ToolCommand = None,
+    mcp: Mcp = None,
+    mcp_config: McpConfig = None,
+    mcp_tools: McpTools = None,
+    on_hold: OnHold = None,
     log_level: Annotated[str, Option(metavar="|".join(LEVELS), help="How much is said on stderr.")] = "info",
 ) -> None:
     """Serve the model live at /v1/realtime, one WebSocket a conversation.
@@ -71,6 +91,8 @@ def serve(
     from mlx_voicechat.server.dialects import REALTIME
     from mlx_voicechat.server.engine import Engine
     from mlx_voicechat.server.sockets import Server, listen
+
+    from .tool_sources import ToolOptions, ToolSources
 
     prefix = api_prefix.strip("/")
     if not PREFIX.fullmatch(prefix):
@@ -97,6 +119,7 @@ def serve(
         max_message_bytes=max_message_bytes,
     )
     _log(log_level)
+    sources = ToolSources(ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold), note)
     listener = listen(host, port)
     if api_key is None and not is_loopback(host):
         note(
@@ -116,11 +139,12 @@ def serve(
         complain(f"ready: {scheme}://{shown}:{listener.getsockname()[1]}{settings.api_prefix}{REALTIME}")
         note(HEADPHONES)
 
-    engine = Engine(load, settings, announce)
-    server = Server(create_app(engine, settings), settings)
     sys.setswitchinterval(SWITCH_SECONDS)
-    with listener, server.catch_signals():
-        server.run(sockets=[listener])
+    with listener, sources:
+        engine = Engine(load, settings, announce, sources)
+        server = Server(create_app(engine, settings), settings)
+        with server.catch_signals():
+            server.run(sockets=[listener])
     if engine.failure is not None:
         raise engine.failure
     _leave(server.ended_by, engine.running)

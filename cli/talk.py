@@ -16,10 +16,17 @@ from mlx_voicechat.errors import InputError
 from .loading import open_model
 from .options import (
     DEFAULT_MODEL,
+    TOOL_OPTIONS,
     Compiled,
     KeyValueCache,
+    Mcp,
+    McpConfig,
+    McpTools,
     Model,
+    OnHold,
     SpeechWeights,
+    ToolCommand,
+    ToolsFile,
     Voice,
     extra_seconds,
     not_negative,
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
     from .dialogue import Dialogue
 
 HALF_DUPLEX = "half duplex: while the assistant speaks the microphone is off, and interrupting it is, too."
+PUSH_TO_TALK = "push to talk: the space bar or Enter begins what you say, and ends it; else nothing is heard."
 OF_THE_FILE = ("extra_decoding_seconds", "fast")
 OF_THE_MICROPHONE = ("duration", "half_duplex", "push_to_talk", "input_device", "output_device")
 OF_THE_MODEL = ("model", "voice", "speech_weights", "kv_cache", "compiled", *TOOL_OPTIONS)
@@ -116,7 +124,13 @@ def talk(
     targets.check(file or "-", "--file")
 
     from .client import realtime_url
+    from .keyboard import check_terminal
     from .local_server import LocalServer
+    from .tool_sources import ToolOptions, ToolSources
+
+    if push_to_talk:
+        check_terminal("--push-to-talk")
+    wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
 
     if url is not None:
         realtime_url(url)  # before a recording is decoded
@@ -124,15 +138,16 @@ def talk(
     def load() -> VoiceChat:
         return open_model(model, compiled, speech_weights, kv_cache)
 
-    call = Call(targets, system_prompt, seed)
+    call = Call(targets, system_prompt, seed, push_to_talk)
     with LocalServer() as here, contextlib.ExitStack() as files:
+        sources = files.enter_context(ToolSources(wanted, call.say))
         dialogue: Dialogue
         if file is None:
             dialogue = _live(call, input_device, output_device, duration, half_duplex, url is None)
         else:
             dialogue = _recital(files, file, max_seconds, extra_decoding_seconds, fast)
         if url is None:
-            url, api_key = here.start(model, load, voice, max_seconds + extra_decoding_seconds)
+            url, api_key = here.start(model, load, voice, max_seconds + extra_decoding_seconds, sources)
         call.hold(dialogue, url, api_key)
 
 
@@ -166,14 +181,26 @@ def _live(
     note(HEADPHONES)
     if half:
         note(HALF_DUPLEX)
-    return Live(devices, microphone, loudspeaker, call.say, duration=duration, half_duplex=half, here=here)
+    if call.push_to_talk:
+        note(PUSH_TO_TALK)
+    return Live(
+        devices,
+        microphone,
+        loudspeaker,
+        call.say,
+        duration=duration,
+        half_duplex=half,
+        push_to_talk=call.push_to_talk,
+        here=here,
+    )
 
 
 class Call:
     """One conversation: how it is opened, and where its words and its speech go."""
 
-    def __init__(self, targets: Targets, system_prompt: str | None, seed: int) -> None:
+    def __init__(self, targets: Targets, system_prompt: str | None, seed: int, push_to_talk: bool) -> None:
         self._targets, self._system_prompt, self._seed = targets, system_prompt, seed
+        self.push_to_talk = push_to_talk
         self._output = Output()
         self._text = LiveText(self._output.write)
 
@@ -199,7 +226,8 @@ class Call:
         from .client import connect
 
         async with connect(url, api_key, note) as wire:
-            await wire.open(self._system_prompt, self._seed)
+            await wire.open(self._system_prompt, self._seed, own_turns=self.push_to_talk)
+            self._text.tools = bool(wire.tools)
             outputs = Outputs(files, self._targets, wire)
 
             def take(event: Event) -> bool:

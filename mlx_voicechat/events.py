@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -77,4 +77,46 @@ class Cancelled:
     frame_index: int
 
 
-Event: TypeAlias = TranscriptDelta | TextDelta | FunctionDelta | AudioFrame | LimitReached | Done | Cancelled
+@dataclass(frozen=True)
+class FunctionCall:
+    """The model calls a function."""
+
+    frame_index: int
+    call_id: str
+    name: str
+    arguments: dict[str, Any]
+    raw: str
+
+
+@dataclass(frozen=True)
+class FunctionFailed:
+    """What the model wrote is no call."""
+
+    frame_index: int
+    call_id: str
+    reason: str
+    raw: str
+
+
+@dataclass(frozen=True)
+class FunctionResult:
+    """What came back for a call, or why it has failed; told by who ran it, a command or a server."""
+
+    frame_index: int
+    call_id: str
+    result: str
+    failed: bool = False
+
+
+Event: TypeAlias = (
+    TranscriptDelta
+    | TextDelta
+    | FunctionDelta
+    | FunctionCall
+    | FunctionFailed
+    | FunctionResult
+    | AudioFrame
+    | LimitReached
+    | Done
+    | Cancelled
+)
