@@ -254,7 +254,7 @@ class _Understanding:
 def _event(message: dict[str, Any]) -> Event | Notice | None:
     """A server's message as an event; None for one that needs no attention (pong, committed, what is yet unknown)."""
     from mlx_voicechat import AudioFrame, Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
-    from mlx_voicechat.events import FunctionCall, FunctionResult
+    from mlx_voicechat.events import FailureReason, FunctionApplied, FunctionCall, FunctionFailed
 
     kind = message["type"]
     if kind == "response.audio.delta":
@@ -269,8 +269,10 @@ def _event(message: dict[str, Any]) -> Event | Notice | None:
         arguments = dict(message["arguments"])
         return FunctionCall(int(message["frame_index"]), str(message["call_id"]), str(message["name"]), arguments, "")
     if kind == "tool.result":
-        result, failed = str(message["result"]), bool(message.get("failed", False))
-        return FunctionResult(int(message["frame_index"]), str(message["call_id"]), result, failed)
+        return FunctionApplied(int(message["frame_index"]), (str(message["call_id"]),), (str(message["result"]),))
+    if kind == "tool.failed":
+        reason = FailureReason(message["reason"])
+        return FunctionFailed(int(message["frame_index"]), str(message["call_id"]), reason, str(message["raw"]))
     if kind in ("response.done", "response.cancelled"):
         return (Done if kind == "response.done" else Cancelled)(int(message["frame_index"]))
     if kind == "response.interrupted":

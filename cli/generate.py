@@ -126,7 +126,6 @@ def generate(
 
     from mlx_voicechat.sound.recordings import AudioReader
 
-    from .calls import answered
     from .tool_sources import ToolOptions, ToolSources
 
     wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
@@ -144,6 +143,7 @@ def generate(
         if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS:
             compiled = True
         loaded = open_model(model, compiled, speech_weights, kv_cache)
+        sources.fit_to(loaded)
         from mlx_voicechat.model import BLOCK_FRAMES  # only now: it imports MLX
 
         config = loaded.config
@@ -155,6 +155,7 @@ def generate(
             guidance_scale=guidance_scale,
             profile=profile,
             tools=sources.tools,
+            wait_for_tools=True,
         )
         if session.profile and wants_parts():
             from mlx_voicechat.gauges.parts import timed
@@ -167,7 +168,7 @@ def generate(
         pieces = chain(recording, silence(round(extra_decoding_seconds * config.input_rate_hz)))
         blocks = outputs.hearing(cut(pieces, block_frames * config.frame_samples_in))
         files.callback(text.end_line)  # also before an error's line
-        for last in answered(converse(session, blocks, block_frames, interrupt), session, sources, interrupt):
+        for last in converse(session, blocks, block_frames, interrupt):
             outputs.take(last)
             progress.take(last)
             text.take(last)
@@ -196,13 +197,19 @@ def generate(
 
 
 def _note_call(event: Event, calls: list[dict[str, Any]] | None) -> None:
-    from mlx_voicechat.events import FunctionCall, FunctionResult
+    from mlx_voicechat.events import FunctionApplied, FunctionCall, FunctionFailed
 
-    if calls is not None and isinstance(event, FunctionCall):
+    if calls is None:
+        return
+    if isinstance(event, FunctionCall):
         calls.append({"call_id": event.call_id, "name": event.name, "arguments": event.arguments})
-    elif calls is not None and isinstance(event, FunctionResult):
-        call = next(call for call in calls if call["call_id"] == event.call_id)
-        call |= {"result": event.result, "failed": event.failed}
+    elif isinstance(event, FunctionFailed):
+        calls.append({"call_id": event.call_id, "failed": event.reason.value, "raw": event.raw})
+    elif isinstance(event, FunctionApplied):
+        for call_id, result in zip(event.call_ids, event.results, strict=True):
+            for call in calls:
+                if call["call_id"] == call_id:
+                    call["result"] = result
 
 
 def _result(session: Session, calls: list[dict[str, Any]] | None) -> dict[str, Any]:

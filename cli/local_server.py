@@ -17,7 +17,7 @@ from .render import note
 from .serve import NOISY, SWITCH_SECONDS
 
 if TYPE_CHECKING:
-    from .tool_sources import ToolSources
+    from mlx_voicechat.tools import Tool
     from mlx_voicechat.voicechat import VoiceChat
 
 JOIN_SECONDS = 5.0  # for a server to end; it takes two at most
@@ -45,7 +45,7 @@ class LocalServer:
         load: Callable[[], VoiceChat],
         voice: str | None,
         max_audio_seconds: float,
-        tools: ToolSources | None = None,
+        tools: tuple[Tool, ...] = (),
     ) -> tuple[str, str]:
         """Serve what `load` gives; returns address and key once it is warm. Raises what loading raises."""
         import secrets
@@ -59,9 +59,11 @@ class LocalServer:
         for name in (*NOISY, "mlx_voicechat.server"):
             logging.getLogger(name).setLevel(logging.ERROR)
         key = secrets.token_urlsafe(32)  # nobody else on this machine takes the one slot
-        settings = ServerSettings(model=model, api_key=key, voice=voice, max_audio_seconds=max_audio_seconds)
+        settings = ServerSettings(
+            model=model, api_key=key, voice=voice, max_audio_seconds=max_audio_seconds, tools=tools
+        )
         self._listener = listen(settings.host, 0)
-        self._engine = Engine(load, settings, tools=tools)
+        self._engine = Engine(load, settings)
         self._server = Server(create_app(self._engine, settings), settings)
         sys.setswitchinterval(SWITCH_SECONDS)
         self._thread.start()

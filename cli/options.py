@@ -42,7 +42,9 @@ ToolCommand = Annotated[
 ]
 Mcp = Annotated[
     list[str] | None,
-    Option(metavar="COMMAND", show_default=False, help="Start an MCP server, and let the model call its tools; repeat."),
+    Option(
+        metavar="COMMAND", show_default=False, help="Start an MCP server, and let the model call its tools; repeat."
+    ),
 ]
 McpConfig = Annotated[Path | None, Option(metavar="FILE", help="MCP servers, in the usual mcpServers form.")]
 McpTools = Annotated[str | None, Option(metavar="NAME,NAME", help="Of theirs only these; the first five if absent.")]

@@ -71,18 +71,18 @@ class Output:
             raise VoiceChatError(f"Cannot write standard output: {fault.strerror}.") from None
 
 
-def tool_line(event: Event) -> str | None:
-    """How a tool's call, its failure or its result is shown; None for any other event."""
-    from mlx_voicechat.events import FunctionCall, FunctionFailed, FunctionResult
+def tool_lines(event: Event) -> list[str]:
+    """How a tool's call, its failure or its result is shown; none for any other event."""
+    from mlx_voicechat.events import FunctionApplied, FunctionCall, FunctionFailed
 
     if isinstance(event, FunctionCall):
         values = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in event.arguments.items())
-        return f"[call] {event.name}({values})"
+        return [f"[call] {event.name}({values})"]
     if isinstance(event, FunctionFailed):
-        return f"[call] failed, {str(event.reason).replace('_', ' ')}: {brief(event.raw)}"
-    if isinstance(event, FunctionResult):
-        return f"[result] {'failed: ' if event.failed else ''}{brief(event.result)}"
-    return None
+        return [f"[call] failed ({event.reason.value.replace('_', ' ')}) {brief(event.raw)}".rstrip()]
+    if isinstance(event, FunctionApplied):
+        return [f"[result] {brief(result)}" for result in event.results]
+    return []
 
 
 def brief(text: str) -> str:
@@ -115,10 +115,10 @@ class LiveText:
             if self._held and event.frame_index - self._last_frame >= QUIET_FRAMES:
                 self._release(event.frame_index)
             return
-        if (line := tool_line(event)) is not None:
+        if lines := tool_lines(event):
             self._release(event.frame_index)
             self.end_line()
-            self._write(line + "\n")
+            self._write("".join(line + "\n" for line in lines))
             return
         for kind, speaker in ((TranscriptDelta, "user"), (TextDelta, "assistant"), (FunctionDelta, "function")):
             if isinstance(event, kind) and not (self.tools and speaker == "function"):

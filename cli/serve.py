@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
@@ -127,7 +128,9 @@ def serve(
         )
 
     def load() -> VoiceChat:
-        return open_model(model, compiled, speech_weights, kv_cache)
+        loaded = open_model(model, compiled, speech_weights, kv_cache)
+        sources.fit_to(loaded)
+        return loaded
 
     def announce() -> None:
         if engine.failure is not None:
@@ -141,7 +144,8 @@ def serve(
 
     sys.setswitchinterval(SWITCH_SECONDS)
     with listener, sources:
-        engine = Engine(load, settings, announce, sources)
+        settings = dataclasses.replace(settings, tools=sources.tools)
+        engine = Engine(load, settings, announce)
         server = Server(create_app(engine, settings), settings)
         with server.catch_signals():
             server.run(sockets=[listener])

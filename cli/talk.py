@@ -136,7 +136,9 @@ def talk(
         realtime_url(url)  # before a recording is decoded
 
     def load() -> VoiceChat:
-        return open_model(model, compiled, speech_weights, kv_cache)
+        loaded = open_model(model, compiled, speech_weights, kv_cache)
+        sources.fit_to(loaded)
+        return loaded
 
     call = Call(targets, system_prompt, seed, push_to_talk)
     with LocalServer() as here, contextlib.ExitStack() as files:
@@ -147,7 +149,7 @@ def talk(
         else:
             dialogue = _recital(files, file, max_seconds, extra_decoding_seconds, fast)
         if url is None:
-            url, api_key = here.start(model, load, voice, max_seconds + extra_decoding_seconds, sources)
+            url, api_key = here.start(model, load, voice, max_seconds + extra_decoding_seconds, sources.tools)
         call.hold(dialogue, url, api_key)
 
 

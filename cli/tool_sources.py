@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_voicechat.errors import InputError, ToolError
 
@@ -19,6 +16,11 @@ from .mcp_servers import McpServers
 from .mcp_tools import choose, result_text
 from .tool_command import ToolCommand
 from .tool_files import MOST_TOOLS, Description, read_tools
+
+if TYPE_CHECKING:
+    from mlx_voicechat.events import FunctionCall
+    from mlx_voicechat.tools import Tool
+    from mlx_voicechat.voicechat import VoiceChat
 
 RECOMMENDED = 5  # tools of a session, by NVIDIA
 MAX_RESULT_BYTES = 2**14
@@ -70,7 +72,7 @@ class ToolSources:
     """
 
     def __init__(self, options: ToolOptions, say: Callable[[str], object]) -> None:
-        self.tools: tuple[Description, ...] = ()
+        self.tools: tuple[Tool, ...] = ()
         self._options, self._say = options, say
         self._calls: dict[str, Callable[[dict[str, Any], str], str]] = {}
         self._fits: Callable[[str], bool] = lambda text: len(text.encode()) <= MAX_RESULT_BYTES
@@ -95,7 +97,7 @@ class ToolSources:
         if len(found) > MOST_TOOLS:
             self._open.close()
             raise InputError(f"{len(found)} tools are more than the {MOST_TOOLS} that the model takes.")
-        self.tools = tuple(self._on_hold(tool) for tool in found)
+        self.tools = tuple(self._callable(tool) for tool in found)
         if options:
             self._say(f"tools: {', '.join(tool.name for tool in found) or 'none'}.")
         if len(found) > RECOMMENDED:
@@ -105,31 +107,18 @@ class ToolSources:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def fit_results(self, fits: Callable[[str], bool]) -> None:
-        """Cut the texts of MCP servers to what `fits` says a result may be."""
-        self._fits = fits
+    def fit_to(self, model: VoiceChat) -> None:
+        """Cut the texts of MCP servers to what this model takes as a result."""
+        from mlx_voicechat.tools import fits
 
-    def call(self, name: str, arguments: dict[str, Any], call_id: str) -> str:
-        """Call a tool and wait for its result. Raises ToolError."""
-        if name not in self._calls:
-            raise ToolError(f"There is no tool {name}.")
-        result = self._calls[name](arguments, call_id)
+        self._fits = lambda text: fits(text, model.tokenizer)
+
+    def call(self, call: FunctionCall) -> str:
+        """Call a tool and wait for its result, on the calling thread. Raises ToolError."""
+        result = self._calls[call.name](call.arguments, call.call_id)
         if not self._fits(result):
-            raise ToolError(f"The result of {name} is longer than the model takes: {len(result):,} characters.")
+            raise ToolError(f"The result of {call.name} is longer than the model takes: {len(result):,} characters.")
         return result
-
-    def start(self, name: str, arguments: dict[str, Any], call_id: str) -> Future[str]:
-        """Call a tool on a thread of its own, which nobody waits for at the end."""
-        future: Future[str] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(self.call(name, arguments, call_id))
-            except ToolError as fault:
-                future.set_exception(fault)
-
-        threading.Thread(target=run, name=f"tool {name}", daemon=True).start()
-        return future
 
     def _listed(self, servers: McpServers, taken: list[str]) -> list[Description]:
         picked, complete = list(self._options.mcp_tools), servers.all_usable
@@ -142,6 +131,8 @@ class ToolSources:
             self._calls[tool.told.name] = call
         return [tool.told for tool in chosen]
 
-    def _on_hold(self, tool: Description) -> Description:
-        sentence = self._options.on_hold
-        return dataclasses.replace(tool, on_hold=sentence) if sentence and not tool.on_hold else tool
+    def _callable(self, tool: Description) -> Tool:
+        from mlx_voicechat.tools import Tool
+
+        on_hold = tool.on_hold or self._options.on_hold
+        return Tool(tool.name, tool.description, tool.parameters, self.call, on_hold=on_hold, wants_call=True)

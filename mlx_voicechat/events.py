@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -88,24 +89,29 @@ class FunctionCall:
     raw: str
 
 
+class FailureReason(str, Enum):
+    MALFORMED = "malformed"
+    UNKNOWN_TOOL = "unknown_tool"
+    CANCELLED = "cancelled"
+
+
 @dataclass(frozen=True)
 class FunctionFailed:
     """What the model wrote is no call."""
 
     frame_index: int
     call_id: str
-    reason: str
+    reason: FailureReason
     raw: str
 
 
 @dataclass(frozen=True)
-class FunctionResult:
-    """What came back for a call, or why it has failed; told by who ran it, a command or a server."""
+class FunctionApplied:
+    """Results."""
 
     frame_index: int
-    call_id: str
-    result: str
-    failed: bool = False
+    call_ids: tuple[str, ...]
+    results: tuple[str, ...]
 
 
 Event: TypeAlias = (
@@ -114,7 +120,7 @@ Event: TypeAlias = (
     | FunctionDelta
     | FunctionCall
     | FunctionFailed
-    | FunctionResult
+    | FunctionApplied
     | AudioFrame
     | LimitReached
     | Done

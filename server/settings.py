@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_voicechat.tools import Tool
 
 PROTOCOLS = ("mlxcel", "openai", "duplex", "strict-v3")  # the dialects' names, everywhere
 MOST_SECONDS = 1e9  # a number of samples beyond it is none
@@ -60,6 +63,8 @@ class ServerSettings:
     max_message_bytes: int = field(
         default=2**20, metadata=told("N", "Close a connection that sends a larger message.", min=4096, max=2**30)
     )
+
+    tools: tuple[Tool, ...] = ()  # for clients that bring none; each with what calls it
 
     @property
     def model_id(self) -> str:
