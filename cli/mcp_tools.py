@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_voicechat.errors import InputError, ToolError
+from mlx_voicechat.tools import Tool
+from mlx_voicechat.tools.tool import NAME
 
-from .tool_files import NAME, Description, one_name
+from .tool_files import one_name
 
 MOST_OFFERED = 5  # NVIDIA's recommendation for a session
 MAX_DESCRIPTION = 500  # characters
@@ -29,7 +31,7 @@ WORD_END = re.compile(r"(?=\s)")
 class McpTool:
     """A tool as the model knows it, and the server and the name by which it is called."""
 
-    told: Description
+    told: Tool
     server: str
     name: str
 
@@ -119,7 +121,7 @@ def _named(listed: Sequence[tuple[str, Any]], taken: Iterable[str]) -> list[McpT
     tools = []
     for server, tool in listed:
         description = cut(" ".join((tool.description or "").split()), lambda text: len(text) <= MAX_DESCRIPTION)
-        told = Description(allowed_name(tool.name, used), description, _untitled(tool.input_schema))
+        told = Tool(allowed_name(tool.name, used), description, _untitled(tool.input_schema))
         tools.append(McpTool(told, server, tool.name))
     return tools
 
@@ -138,7 +140,7 @@ def _untitled(schema: Any) -> Any:
 
 
 def _small(tool: McpTool, say: Callable[[str], object]) -> bool:
-    small = len(json.dumps(tool.told.parameters)) <= MAX_SCHEMA
+    small = len(json.dumps(dict(tool.told.parameters))) <= MAX_SCHEMA
     if not small:
         named = f"the tool {tool.told.name} of {tool.server}"
         say(f"{named} is not offered: its parameters take more than {MAX_SCHEMA} characters.")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -34,9 +35,9 @@ class ToolCommand:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process, signal.SIGKILL)
 
-    def call(self, name: str, arguments: dict[str, Any], call_id: str) -> str:
+    def call(self, name: str, arguments: Mapping[str, Any], call_id: str) -> str:
         """Run it, on the calling thread, and return what it prints. Raises ToolError."""
-        request = json.dumps({"name": name, "arguments": arguments, "call_id": call_id}) + "\n"
+        request = json.dumps({"name": name, "arguments": dict(arguments), "call_id": call_id}) + "\n"
         return asyncio.run(self._run(request.encode()))
 
     async def _run(self, request: bytes) -> str:

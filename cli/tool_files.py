@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_voicechat.errors import InputError
+from mlx_voicechat.tools import Tool
+from mlx_voicechat.tools.tool import MAX_TOOLS
 
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,127}")  # NVIDIA's serving code for this model
-MOST_TOOLS = 32
 MAX_FILE_BYTES = 2**20
 KEYS = ("type", "name", "description", "parameters", "strict", "on_hold")
-PATTERN = "a letter or _, then letters, digits, _ and -, at most 128"
-
-
-@dataclass(frozen=True)
-class Description:
-    """A tool as the model is told of it; `parameters` is a JSON Schema, `on_hold` said while it takes long."""
-
-    name: str
-    description: str
-    parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
-    on_hold: str | None = None
 
 
 def one_name(name: str) -> str:
@@ -33,7 +20,7 @@ def one_name(name: str) -> str:
     return name.replace("-", "_")
 
 
-def read_tools(path: Path) -> list[Description]:
+def read_tools(path: Path) -> list[Tool]:
     """The tools of a file. Raises InputError, which names the entry and the fault."""
     entries = read_json(path, "--tools")
     if not isinstance(entries, list):
@@ -41,8 +28,8 @@ def read_tools(path: Path) -> list[Description]:
         raise InputError(f"--tools {path} holds {kind}.", "Write a JSON list of tools: [{...}, {...}].")
     if not entries:
         raise InputError(f"--tools {path} holds an empty list.", "Name at least one tool, or leave the option out.")
-    if len(entries) > MOST_TOOLS:
-        raise InputError(f"--tools {path} lists {len(entries)} tools, the model takes at most {MOST_TOOLS}.")
+    if len(entries) > MAX_TOOLS:
+        raise InputError(f"--tools {path} lists {len(entries)} tools, the model takes at most {MAX_TOOLS}.")
     tools = [_Entry(path, index, entry).tool() for index, entry in enumerate(entries, 1)]
     if (twice := repeated(tool.name for tool in tools)) is not None:
         first, second = twice
@@ -104,11 +91,9 @@ class _Entry:
             outer = {key: value for key, value in entry.items() if key not in ("type", "function")}
             self._value = {**outer, **inner}
 
-    def tool(self) -> Description:
+    def tool(self) -> Tool:
         name = self._text("name", required=True)
         self._where += f" ({name[:40]})"
-        if not NAME.fullmatch(name):
-            self._fail(f"has a name that is not allowed: {PATTERN}")
         unknown = [key for key in self._value if key not in KEYS]
         if unknown:
             self._fail(f"has an unknown key {unknown[0]!r}; known are {', '.join(KEYS[1:])}")
@@ -119,7 +104,10 @@ class _Entry:
             self._fail("has parameters that are no object (a JSON Schema)")
         if parameters.get("type", "object") != "object":
             self._fail("has parameters whose type is not object")
-        return Description(name, self._text("description"), parameters, self._text("on_hold") or None)
+        try:
+            return Tool(name, self._text("description"), parameters, on_hold=self._text("on_hold") or None)
+        except InputError as fault:
+            raise InputError(f"{self._where}: {fault.message}", fault.remedy) from None
 
     def _text(self, key: str, required: bool = False) -> str:
         value = self._value.get(key)

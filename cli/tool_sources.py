@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,16 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_voicechat.errors import InputError, ToolError
+from mlx_voicechat.tools import Tool
+from mlx_voicechat.tools.results import fits
+from mlx_voicechat.tools.tool import MAX_TOOLS
 
 from .mcp_config import servers_of
 from .mcp_servers import McpServers
-from .mcp_tools import choose, result_text
+from .mcp_tools import McpTool, choose, result_text
 from .tool_command import ToolCommand
-from .tool_files import MOST_TOOLS, Description, read_tools
+from .tool_files import read_tools
 
 if TYPE_CHECKING:
     from mlx_voicechat.events import FunctionCall
-    from mlx_voicechat.tools import Tool
     from mlx_voicechat.voicechat import VoiceChat
 
 RECOMMENDED = 5  # tools of a session, by NVIDIA
@@ -74,7 +77,7 @@ class ToolSources:
     def __init__(self, options: ToolOptions, say: Callable[[str], object]) -> None:
         self.tools: tuple[Tool, ...] = ()
         self._options, self._say = options, say
-        self._calls: dict[str, Callable[[dict[str, Any], str], str]] = {}
+        self._calls: dict[str, Callable[[Mapping[str, Any], str], str]] = {}
         self._fits: Callable[[str], bool] = lambda text: len(text.encode()) <= MAX_RESULT_BYTES
         self._open = ExitStack()
 
@@ -94,9 +97,9 @@ class ToolSources:
             except BaseException:
                 self._open.close()
                 raise
-        if len(found) > MOST_TOOLS:
+        if len(found) > MAX_TOOLS:
             self._open.close()
-            raise InputError(f"{len(found)} tools are more than the {MOST_TOOLS} that the model takes.")
+            raise InputError(f"{len(found)} tools are more than the {MAX_TOOLS} that the model takes.")
         self.tools = tuple(self._callable(tool) for tool in found)
         if options:
             self._say(f"tools: {', '.join(tool.name for tool in found) or 'none'}.")
@@ -109,8 +112,6 @@ class ToolSources:
 
     def fit_to(self, model: VoiceChat) -> None:
         """Cut the texts of MCP servers to what this model takes as a result."""
-        from mlx_voicechat.tools import fits
-
         self._fits = lambda text: fits(text, model.tokenizer)
 
     def call(self, call: FunctionCall) -> str:
@@ -120,19 +121,15 @@ class ToolSources:
             raise ToolError(f"The result of {call.name} is longer than the model takes: {len(result):,} characters.")
         return result
 
-    def _listed(self, servers: McpServers, taken: list[str]) -> list[Description]:
+    def _listed(self, servers: McpServers, taken: list[str]) -> list[Tool]:
         picked, complete = list(self._options.mcp_tools), servers.all_usable
         chosen = choose(servers.listed(), picked, taken, complete, self._say)
-        for tool in chosen:
-
-            def call(arguments: dict[str, Any], call_id: str, server: str = tool.server, name: str = tool.name) -> str:
-                return result_text(servers.call(server, name, arguments), self._fits)
-
-            self._calls[tool.told.name] = call
+        self._calls |= {tool.told.name: partial(self._ask, servers, tool) for tool in chosen}
         return [tool.told for tool in chosen]
 
-    def _callable(self, tool: Description) -> Tool:
-        from mlx_voicechat.tools import Tool
+    def _ask(self, servers: McpServers, tool: McpTool, arguments: Mapping[str, Any], call_id: str) -> str:
+        return result_text(servers.call(tool.server, tool.name, dict(arguments)), self._fits)
 
+    def _callable(self, tool: Tool) -> Tool:
         on_hold = tool.on_hold or self._options.on_hold
-        return Tool(tool.name, tool.description, tool.parameters, self.call, on_hold=on_hold, wants_call=True)
+        return dataclasses.replace(tool, callable=self.call, on_hold=on_hold, wants_call=True)

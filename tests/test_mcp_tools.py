@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_voicechat.cli.mcp_tools import allowed_name, choose, cut, result_text
-from mlx_voicechat.cli.tool_files import NAME, one_name
+from mlx_voicechat.cli.tool_files import one_name
 from mlx_voicechat.errors import InputError, ToolError
+from mlx_voicechat.tools.tool import NAME
 
 
 def tool(name: str, description: str | None = "Does it.", **schema: Any) -> Any:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_voicechat.cli.tool_files import Description, read_tools
+from mlx_voicechat.cli.tool_files import read_tools
 from mlx_voicechat.errors import InputError
+from mlx_voicechat.tools import Tool
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "Weather in a city.", "parameters": SCHEMA}
@@ -28,7 +29,7 @@ def written(folder: Path, content: Any) -> Path:
 
 
 def test_flat_and_wrapped(tmp_path: Path) -> None:
-    expected = Description("get_weather", "Weather in a city.", SCHEMA)
+    expected = Tool("get_weather", "Weather in a city.", SCHEMA)
     forms: list[dict[str, Any]] = [
         WEATHER,
         {"type": "function", **WEATHER, "strict": True},
@@ -42,8 +43,8 @@ def test_flat_and_wrapped(tmp_path: Path) -> None:
 def test_what_may_be_left_out(tmp_path: Path) -> None:
     entries = [{"name": "a"}, {"name": "b-c", "parameters": None, "on_hold": "One moment."}]
     assert read_tools(written(tmp_path, entries)) == [
-        Description("a", "", NO_PARAMETERS),
-        Description("b-c", "", NO_PARAMETERS, "One moment."),
+        Tool("a", "", NO_PARAMETERS),
+        Tool("b-c", "", NO_PARAMETERS, on_hold="One moment."),
     ]
 
 
@@ -71,8 +72,8 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
         ([{"description": "x"}], ", entry 1 has no name."),
         ([{"name": ""}], ", entry 1 has no name."),
         ([{"name": 3}], ", entry 1 has a name that is no text."),
-        ([{"name": "9 lives"}], ", entry 1 (9 lives) has a name that is not allowed: a letter or _"),
-        ([{"name": "x" * 129}], " has a name that is not allowed"),
+        ([{"name": "9 lives"}], ", entry 1 (9 lives): A tool cannot be named '9 lives'. A name is a letter or _"),
+        ([{"name": "x" * 129}], ": A tool cannot be named"),
         ([{**WEATHER, "description": ["x"]}], ", entry 1 (get_weather) has a description that is no text."),
         ([{**WEATHER, "parameters": "city"}], ", entry 1 (get_weather) has parameters that are no object"),
         ([{**WEATHER, "parameters": {"type": "string"}}], " has parameters whose type is not object."),

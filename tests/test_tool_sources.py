@@ -5,11 +5,13 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mlx_voicechat.cli.tool_sources import ToolOptions, ToolSources
 from mlx_voicechat.errors import InputError, ToolError
+from mlx_voicechat.events import FunctionCall
 
 BAD = Path(__file__).parent / "support" / "bad_mcp_server.py"
 ECHO = f"{shlex.quote(sys.executable)} -c 'import sys; print(sys.stdin.read())'"
@@ -25,15 +27,33 @@ def tools_file(folder: Path, *names: str) -> Path:
     return path
 
 
+class ByteTokenizer:
+    """A token a byte."""
+
+    added_tokens = ()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def called(sources: ToolSources, name: str, **arguments: object) -> str:
+    """What a session gets that calls this tool."""
+    tool = next(tool for tool in sources.tools if tool.name == name)
+    assert tool.wants_call
+    assert tool.callable is not None
+    return str(tool.callable(FunctionCall(0, "call_1", name, arguments, "")))
+
+
 def test_a_file_and_its_program(tmp_path: Path) -> None:
     said: list[str] = []
     options = ToolOptions.of(tools_file(tmp_path, "add", "mul"), ECHO, None, None, None, "One moment.")
     with ToolSources(options, said.append) as sources:
         assert [(tool.name, tool.on_hold) for tool in sources.tools] == [("add", "One moment."), ("mul", "One moment.")]
-        call = json.loads(sources.call("mul", {"a": 2}, "call_7"))
-        assert call == {"name": "mul", "arguments": {"a": 2}, "call_id": "call_7"}
-        with pytest.raises(ToolError, match=r"There is no tool div\."):
-            sources.call("div", {}, "call_8")
+        call = json.loads(called(sources, "mul", a=2))
+        assert call == {"name": "mul", "arguments": {"a": 2}, "call_id": "call_1"}
+        sources.fit_to(SimpleNamespace(tokenizer=ByteTokenizer()))  # type: ignore[arg-type]
+        with pytest.raises(ToolError, match=r"The result of add is longer than the model takes: 2\d\d characters\."):
+            called(sources, "add", a="x" * 200)
     assert said == ["tools: add, mul."]
 
 
@@ -45,10 +65,10 @@ def test_with_servers(tmp_path: Path) -> None:
     with ToolSources(options, said.append) as sources:
         names = [tool.name for tool in sources.tools]
         assert names == ["get-time", "a_b_c", "a_b_c_2", "get_time_2"]
-        assert json.loads(sources.call("a_b_c_2", {"x": 1}, "call_1"))[:2] == ["a.b/c", {"x": 1}]
-        sources.fit_results(lambda text: len(text) <= 30)
-        assert sources.call("get_time_2", {}, "call_2") == "It is four. It is four."
-        assert json.loads(sources.call("get-time", {}, "call_3"))["name"] == "get-time"
+        assert json.loads(called(sources, "a_b_c_2", x=1))[:2] == ["a.b/c", {"x": 1}]
+        sources.fit_to(SimpleNamespace(tokenizer=ByteTokenizer()))  # type: ignore[arg-type]
+        assert called(sources, "get_time_2") == " ".join(["It is four."] * 10)
+        assert json.loads(called(sources, "get-time"))["name"] == "get-time"
     python = Path(sys.executable).name
     assert said == [
         f"the MCP server {python} bad_mcp_server.py (2) ended with exit code 1: the licence has expired: "
