@@ -16,16 +16,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from starlette.websockets import WebSocket
 
-from mlx_voicechat.events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
+from mlx_voicechat.events import Cancelled, Done, FunctionDelta, SettleTimeout, TextDelta, TranscriptDelta
 from mlx_voicechat.server import messages
 from mlx_voicechat.server.connection import NORMAL, Connection, Error, Patience, sessions_in_use
 from mlx_voicechat.server.json_messages import Malformed, client_event_id, decoded, is_integer, named, parsed
 from mlx_voicechat.server.limits import PROMPT_CHARACTERS, SLOW_SECONDS
+from mlx_voicechat.server.mlxcel_extensions import (
+    EXTENSIONS,
+    WRITTEN,
+    Timeline,
+    TurnBegun,
+    TurnEnds,
+    told,
+    turns_asked,
+)
 from mlx_voicechat.server.settings import ServerSettings
 from mlx_voicechat.sound.recordings import pcm16
 
 if TYPE_CHECKING:
     from mlx_voicechat.server.engine import Engine
+    from mlx_voicechat.tools import Tool
 
 WIRE_SCALE = 32767
 AUDIO = "audio must be base64 of little-endian 16-bit PCM"
@@ -34,11 +44,12 @@ CONFIGURING, OPENING, READY, COMMITTED, BROKEN = "configuring", "opening", "read
 PING, UPDATE, CANCEL = "session.ping", "session.update", "session.cancel"
 APPEND, COMMIT = "input_audio_buffer.append", "input_audio_buffer.commit"
 INTERRUPT, CANCEL_RESPONSE = "response.interrupt", "response.cancel"
+BEGIN_TURN, END_TURN = "turn.begin", "turn.end"
 
 # The legal moves: a message in a state, and the state after it. A ping is legal in any.
 MOVES: dict[tuple[str, str], str] = {
     (CONFIGURING, UPDATE): OPENING,
-    **{(state, kind): state for state in (OPENING, READY) for kind in (APPEND, INTERRUPT)},
+    **{(state, kind): state for state in (OPENING, READY) for kind in (APPEND, INTERRUPT, BEGIN_TURN, END_TURN)},
     **{(state, COMMIT): COMMITTED for state in (OPENING, READY)},
     **{(state, kind): state for state in (OPENING, READY, COMMITTED, BROKEN) for kind in (CANCEL, CANCEL_RESPONSE)},
 }
@@ -74,8 +85,10 @@ class Pong:
 # -- messages of the client --------------------------------------------------------------------------------------------
 
 
-def session_options(message: dict[str, Any], most_seconds: float) -> messages.Open:
-    """What `session.update` asks for. Raises Wrong."""
+def session_options(
+    message: dict[str, Any], most_seconds: float, tools: tuple[Tool, ...] = ()
+) -> tuple[messages.Open, bool]:
+    """What `session.update` asks for, and whether with extensions. Raises Wrong."""
 
     def need(condition: bool, expected: str, value: object) -> None:
         if not condition:
@@ -93,7 +106,12 @@ def session_options(message: dict[str, Any], most_seconds: float) -> messages.Op
     seconds = most_seconds if seconds is None else seconds
     numeric = is_integer(seconds) or isinstance(seconds, float)
     need(numeric and seconds > 0, "session.max_streaming_seconds must be a number above 0", seconds)
-    return messages.Open(prompt, seed, float(min(seconds, most_seconds)))
+    try:
+        extensions, turns = turns_asked(session)
+    except ValueError as fault:
+        raise Wrong("session_initialization_failed", str(fault)) from None
+    seconds = float(min(seconds, most_seconds))
+    return messages.Open(prompt, seed, seconds, tools, turns), extensions
 
 
 def audio_samples(message: dict[str, Any], rate_hz: int) -> bytes:
@@ -126,6 +144,8 @@ class Mlxcel(Connection):
         self._setup_from = self.heard_at
         self._update_id: str | None = None
         self._frames = 0
+        self._extensions = self._own_turns = False
+        self._timeline = Timeline()
 
     def greet(self) -> None:
         self.send(Created())
@@ -191,7 +211,8 @@ class Mlxcel(Connection):
     def _update(self, message: dict[str, Any], event_id: str | None) -> None:
         after = self._after(UPDATE)
         self._setup_from = self.loop.time()
-        options = session_options(message, self.settings.max_audio_seconds)
+        options, self._extensions = session_options(message, self.settings.max_audio_seconds, self.settings.tools)
+        self._own_turns = options.turns == "application"
         self._update_id = event_id
         self.slot = self.engine.reserve(options, self._deliver)
         if self.slot is None:
@@ -216,6 +237,22 @@ class Mlxcel(Connection):
     def _interrupt(self, message: dict[str, Any], event_id: str | None) -> None:
         self._state = self._after(INTERRUPT)
         self._put(messages.Interrupt(event_id))
+
+    def _begin_turn(self, message: dict[str, Any], event_id: str | None) -> None:
+        self._state = self._after_turn(BEGIN_TURN)
+        self._put(messages.BeginTurn())
+        self._put(messages.Relay(TurnBegun()))
+
+    def _end_turn(self, message: dict[str, Any], event_id: str | None) -> None:
+        self._state = self._after_turn(END_TURN)
+        self._put(messages.Relay(TurnEnds()))
+        self._put(messages.EndTurn())
+
+    def _after_turn(self, kind: str) -> str:
+        after = self._after(kind)
+        if not self._own_turns:
+            raise Wrong("invalid_request", f'{kind} needs a session.update with "turns": "application".')
+        return after
 
     def _cancel(self, message: dict[str, Any], event_id: str | None) -> None:
         self._state = self._after(CANCEL)
@@ -246,15 +283,32 @@ class Mlxcel(Connection):
             if isinstance(event, messages.Broken):
                 self._state, self.slot = BROKEN, None
             event = Error("inference_error", event.message, event.event_id)
+        elif isinstance(event, TurnBegun):
+            self._timeline.take(event)
+            event = messages.Interrupted(self._frames)
+        elif isinstance(event, SettleTimeout):
+            self._put(messages.OpenTurn())
         elif isinstance(event, messages.Speech):
             self._frames = event.frame_index + 1
-        self.send(event)
+        self._tell(event)
         if isinstance(event, messages.Opened | Error):
             self.watch_silence()
         if isinstance(event, Done | Cancelled):
             log.info("%s ended after %d frames.", self.id, event.frame_index)
             self.slot = None
             self.close(NORMAL)
+
+    def _tell(self, event: Any) -> None:
+        """Send an event, if it is for this client."""
+        if not self._timeline.take(event):
+            if self.slot is not None:
+                self.slot.sent()
+            return
+        events = told(event) if isinstance(event, EXTENSIONS) else [event]
+        if isinstance(event, EXTENSIONS) and not self._extensions:
+            events = []
+        for each in events:
+            self.send(self._timeline.numbered(each))
 
     def _speech(self, event: messages.Speech) -> dict[str, Any]:
         pcm = pcm16(np.frombuffer(event.samples, np.float32), WIRE_SCALE).tobytes()
@@ -273,6 +327,8 @@ class Mlxcel(Connection):
         session: dict[str, Any] = {"id": self.id, "state": "ready" if ready else "configuring"}
         if ready:
             session |= {"model": self.settings.model_id, "frame_samples": config.frame_samples_in}
+        if ready and self._extensions:
+            session["tools"] = [tool.name for tool in self.settings.tools]
         session["input_audio_format"] = {"type": "pcm16", "sample_rate": config.input_rate_hz}
         session["output_audio_format"] = {"type": "pcm16", "sample_rate": config.output_rate_hz}
         return {"session": session}
@@ -305,6 +361,8 @@ HANDLERS: dict[str, Callable[[Mlxcel, dict[str, Any], str | None], None]] = {
     APPEND: Mlxcel._append,
     COMMIT: Mlxcel._commit,
     INTERRUPT: Mlxcel._interrupt,
+    BEGIN_TURN: Mlxcel._begin_turn,
+    END_TURN: Mlxcel._end_turn,
     CANCEL: Mlxcel._cancel,
     CANCEL_RESPONSE: Mlxcel._cancel,
 }
@@ -318,6 +376,7 @@ EVENTS: dict[type, tuple[str, Callable[[Mlxcel, Any], dict[str, Any]]]] = {
     TranscriptDelta: ("conversation.item.input_audio_transcription.delta", _transcript),
     TextDelta: ("response.text.delta", _token),
     FunctionDelta: ("response.function.delta", _token),
+    **WRITTEN,
     messages.Speech: ("response.audio.delta", Mlxcel._speech),
     messages.Lagging: ("session.lagging", lambda _, event: {"backlog_seconds": event.seconds}),
     messages.Committed: ("input_audio_buffer.committed", lambda _, __: {}),

@@ -22,7 +22,8 @@ export class Captions {
   /** Takes an event; the turn that it changed, or null. */
   take(event) {
     if (event.type === "tool.call") return this.call(event);
-    if (event.type === "tool.result") return this.result(event);
+    if (event.type === "tool.result") return this.called(event, ` → ${event.result}`);
+    if (event.type === "tool.failed") return this.called(event, ` failed (${event.reason.replaceAll("_", " ")})`);
     const [speaker, field] = SPEAKERS[event.type] ?? [];
     if (!speaker) return null;
     const all = String(event[field] ?? "");
@@ -44,17 +45,21 @@ export class Captions {
     return channel.turn;
   }
 
-  /** A tool's call and its result are one line. */
+  /** A tool's call and what became of it are one line. */
   call({ call_id: id, name, arguments: values, frame_index: frame }) {
-    const turn = { speaker: "tool", text: `${name}(${named(values)})`, frame };
-    this.calls.set(id, turn);
-    this.turns.push(turn);
+    return this.line(id, `${name}(${named(values)})`, frame);
+  }
+
+  called({ call_id: id, raw = "a call", frame_index: frame }, outcome) {
+    const turn = this.calls.get(id) ?? this.line(id, raw, frame);
+    turn.text += outcome;
     return turn;
   }
 
-  result({ call_id: id, result, frame_index: frame }) {
-    const turn = this.calls.get(id) ?? this.call({ call_id: id, name: "a call", arguments: {}, frame_index: frame });
-    turn.text += ` → ${result}`;
+  line(id, text, frame) {
+    const turn = { speaker: "tool", text, frame };
+    this.calls.set(id, turn);
+    this.turns.push(turn);
     return turn;
   }
 

@@ -65,6 +65,8 @@ test("a tool's call and its result are one line, which divides nobody's turn", (
   captions.take(said(30, " for it", "Wait for it"));
   const turn = captions.take({ type: "tool.result", frame_index: 40, call_id: "call_1", result: "rain" });
   assert.equal(turn.text, 'f(a=1, b="x") → rain');
-  captions.take({ type: "tool.result", frame_index: 41, call_id: "call_2", result: "{}" });
-  assert.deepEqual(brief(captions), ["assistant: Wait for it", 'tool: f(a=1, b="x") → rain', "tool: a call() → {}"]);
+  captions.take({ type: "tool.failed", frame_index: 41, call_id: "call_2", reason: "unknown_tool", raw: "g()" });
+  captions.take({ type: "tool.result", frame_index: 42, call_id: "call_2", result: "{}" });
+  const lines = ["assistant: Wait for it", 'tool: f(a=1, b="x") → rain', "tool: g() failed (unknown tool) → {}"];
+  assert.deepEqual(brief(captions), lines);
 });
