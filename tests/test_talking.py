@@ -17,27 +17,8 @@ from tests.support.checkpoints import GOLDEN
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUESTIONS = json.loads((EXAMPLES / "questions.json").read_text(encoding="utf-8"))
 CONVERSATIONS = json.loads((EXAMPLES / "conversations.json").read_text(encoding="utf-8"))
-# answers/N.wav speaks the Nth of these
-ANSWERS = [
-    "Hello, how can I help you?",
-    "The capital of France is Paris.",
-    "The capital of Italy is Rome.",
-    "The kitchen lights are on.",
-    "The kitchen lights are off.",
-    "Why did the chicken cross the road? To get to the other side.",
-    "My name is Aria.",
-    "I am fine, thank you.",
-    "It is half past ten.",
-    "It is sunny and warm outside.",
-    "Playing some music for you.",
-    "The music has stopped.",
-    "Your timer is set for five minutes.",
-    "Two plus two is four.",
-    "You are very welcome.",
-    "Goodbye, have a nice day.",
-    "There are seven days in a week.",
-    "The sky is blue.",
-]
+# answers/N.flac speaks the Nth of these
+ANSWERS = [answer["text"] for answer in json.loads((GOLDEN / "answers" / "answers.json").read_text(encoding="utf-8"))]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +50,7 @@ def streamed(model: VoiceChat, audio: np.ndarray) -> tuple[str, str, np.ndarray]
 
 @pytest.fixture(scope="module")
 def references() -> list[np.ndarray]:
-    return [log_mel(read(GOLDEN / "answers" / f"{index}.wav")) for index in range(len(ANSWERS))]
+    return [log_mel(read(GOLDEN / "answers" / f"{index}.flac")) for index in range(len(ANSWERS))]
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: q["file"])
