@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from mlx_voicechat.events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
 
 # To the engine
 
 
+Owner: TypeAlias = Literal["model", "application"]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One function that the model may call; `parameters` is its JSON Schema, and is not changed by anyone."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The server keeps the time of a session: where no audio waits, it hears zeros in real time.
+
+    `when_idle`: also while the agent is silent and no call is open. The agent's speech is at most `ahead_seconds`
+    ahead of who plays it as it comes.
+    """
+
+    when_idle: bool = True
+    ahead_seconds: float = 0.5
+
+
 @dataclass(frozen=True)
 class Open:
-    """Open the session; its seconds are at most `max_seconds`."""
+    """Open the session; its seconds are at most `max_seconds`. A session that is open already is opened anew.
+
+    Without `pace` the audio alone is its time. `turns`: who owns them.
+    """
 
     system_prompt: str | None
     seed: int
     max_seconds: float
+    tools: tuple[Tool, ...] = ()
+    turns: Owner = "model"
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +74,49 @@ class Interrupt:
 
 
 @dataclass(frozen=True)
+class Clear:
+    """Drop the audio that waits."""
+
+
+@dataclass(frozen=True)
+class BeginTurn:
+    """The user's turn begins behind the audio that waits; the agent's is driven to its end first."""
+
+
+@dataclass(frozen=True)
+class EndTurn:
+    """The user's turn ends behind the audio that waits: settle, and open the agent's.
+
+    Where the model owns the turns, it may open its own within `patience_frames`; then it is opened.
+    """
+
+    patience_frames: int = 0
+
+
+@dataclass(frozen=True)
+class Give:
+    """The result of a call."""
+
+    call_id: str
+    result: str
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """A call has no result, and why."""
+
+    call_id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Stand still, or go on: nobody listens meanwhile."""
+
+    paused: bool
+
+
+@dataclass(frozen=True)
 class Cancel:
     """Drop what waits and end the session; `told` False when nobody is there to be told."""
 
@@ -56,7 +130,9 @@ class Relay:
     event: Any
 
 
-Request: TypeAlias = Open | Append | Commit | Interrupt | Cancel | Relay
+Request: TypeAlias = (
+    Open | Append | Commit | Interrupt | Clear | BeginTurn | EndTurn | Give | Refuse | Pause | Cancel | Relay
+)
 
 # From the engine; the texts and the ends are those of a session
 
