@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from mlx_voicechat.events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
+from mlx_voicechat.events import Event
 
 # To the engine
 
@@ -39,7 +39,8 @@ class Pace:
 class Open:
     """Open the session; its seconds are at most `max_seconds`. A session that is open already is opened anew.
 
-    Without `pace` the audio alone is its time. `turns`: who owns them.
+    Without `pace` the audio alone is its time, and no turn is told. `turns`: who owns them. `history`: a line for each
+    turn so far, which the prompt ends with.
     """
 
     system_prompt: str | None
@@ -48,6 +49,7 @@ class Open:
     tools: tuple[Tool, ...] = ()
     turns: Owner = "model"
     pace: Pace | None = None
+    history: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,11 @@ class Clear:
 
 
 @dataclass(frozen=True)
+class Quiet:
+    """No audio comes now: silence takes its place at once."""
+
+
+@dataclass(frozen=True)
 class BeginTurn:
     """The user's turn begins behind the audio that waits; the agent's is driven to its end first."""
 
@@ -91,6 +98,11 @@ class EndTurn:
     """
 
     patience_frames: int = 0
+
+
+@dataclass(frozen=True)
+class OpenTurn:
+    """Open the agent's turn at the next frame, without settling."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +143,23 @@ class Relay:
 
 
 Request: TypeAlias = (
-    Open | Append | Commit | Interrupt | Clear | BeginTurn | EndTurn | Give | Refuse | Pause | Cancel | Relay
+    Open
+    | Append
+    | Commit
+    | Interrupt
+    | Clear
+    | Quiet
+    | BeginTurn
+    | EndTurn
+    | OpenTurn
+    | Give
+    | Refuse
+    | Pause
+    | Cancel
+    | Relay
 )
 
-# From the engine; the texts and the ends are those of a session
+# From the engine; besides these a session's own events, but AudioFrame and LimitReached
 
 
 @dataclass(frozen=True)
@@ -163,6 +188,7 @@ class Speech:
     frame_index: int
     samples: bytes
     codes: tuple[int, ...]
+    cancelled: bool = False  # of a turn that is being driven to its end
 
 
 @dataclass(frozen=True)
@@ -189,6 +215,21 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
+class Answering:
+    """Behind a call the agent goes on speaking at `frame_index`, in the turn that is open."""
+
+    frame_index: int
+
+
+@dataclass(frozen=True)
+class ResultRefused:
+    """The result of a call that was not taken: the call stays open."""
+
+    call_id: str
+    message: str
+
+
+@dataclass(frozen=True)
 class Lagging:
     """So many seconds of audio wait for their turn."""
 
@@ -204,16 +245,14 @@ EngineEvent: TypeAlias = (
     Opened
     | OpeningFailed
     | Unopened
-    | TranscriptDelta
-    | TextDelta
-    | FunctionDelta
     | Speech
     | Refused
     | Broken
     | Interrupted
+    | Answering
+    | ResultRefused
     | Lagging
     | Committed
-    | Done
-    | Cancelled
     | Relay
+    | Event
 )

@@ -1,4 +1,4 @@
-"""A session in OpenAI's Realtime vocabulary, without its socket: messages and the engine's events in, server events out.
+"""A session in OpenAI's Realtime vocabulary, without its socket: the engine's events in, server events out.
 
 The wire's session: it has a place at the engine from the connection on, and opens the model's session when it knows
 what that is to be: a short while after an update, or at the first audio or request for a response.
@@ -7,6 +7,7 @@ what that is to be: a short while after an update, or at the first audio or requ
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -75,6 +76,7 @@ class OpenAISession:
         self.asked = False  # whether the open response was asked for
         self.typed: list[str] = []  # text that was typed, and waits for a response
         self.uncommitted_ms = 0.0
+        self.last_response_id: str | None = None
         self.ended = False
         self._send, self._close = send, close
         self._decoder: Decoder | None = None
@@ -336,6 +338,7 @@ class OpenAISession:
             metadata,
             self.beta,
         )
+        self.last_response_id = response.id
         response.heard_frames, self._heard_frames = self._heard_frames, 0
         self.response = response
         return response
@@ -374,6 +377,12 @@ class OpenAISession:
         if not self._typing:
             self._touched = True
             self.utterances.heard(event.delta)
+
+    def _answering(self, _: messages.Answering) -> None:
+        """The turn goes on behind a call: the answer is a response of its own."""
+        if self.response is None and not self._dropping:
+            self._respond()
+        self.answer_due = False
 
     def _text(self, event: TextDelta) -> None:
         if self.response is None or self._dropping:
@@ -417,7 +426,7 @@ class OpenAISession:
         if response is None or not response.open:
             response = self._respond()
         self.calls[event.call_id] = None
-        response.call(event.name, event.call_id, event.arguments)
+        response.call(event.name, event.call_id, json.dumps(event.arguments, ensure_ascii=False))
         self.loop.call_soon(partial(self._call_ended, response))  # behind the other calls of the cycle
 
     def _call_ended(self, response: Response) -> None:
@@ -440,6 +449,7 @@ DELIVERED: dict[type, Callable[[OpenAISession, Any], None] | None] = {
     messages.Broken: OpenAISession._broken,
     messages.Refused: OpenAISession._refused,
     messages.ResultRefused: OpenAISession._result_refused,
+    messages.Answering: OpenAISession._answering,
     messages.Speech: OpenAISession._speech,
     TranscriptDelta: OpenAISession._transcript,
     TextDelta: OpenAISession._text,

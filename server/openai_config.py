@@ -169,7 +169,7 @@ def _nested(session: Mapping[str, Any]) -> dict[str, Any]:
     audio = session.get("audio") or {}
     if not isinstance(audio, dict):
         raise Wrong("invalid_event", f"session.audio must be an object, not {named(audio)}.", "session.audio")
-    nested: dict[str, Any] = {"audio": {side: values for side, values in audio.items()}}
+    nested: dict[str, Any] = {"audio": dict(audio)}
     for key, value in session.items():
         if key in FLAT_AUDIO:
             side, name = FLAT_AUDIO[key]

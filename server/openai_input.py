@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_voicechat.server.detector import RATE_HZ, Activity, SpeechDetector, detect
+from mlx_voicechat.server.detector import RATE_HZ, Activity, SpeechDetector, detect, end
 from mlx_voicechat.server.items import Item, Items, new_id, user_audio
 from mlx_voicechat.server.openai_events import Emit
 
@@ -51,6 +51,11 @@ class Ear:
         """Drop the audio that waits."""
         self._waiting = deque(one for one in self._waiting if not isinstance(one, np.ndarray))
         self.waiting_samples = 0
+
+    def forget(self) -> None:
+        """What the detector hears now is no utterance any more; another may begin at once."""
+        if self.detector is not None:
+            end(self.detector)
 
     async def run(self) -> None:
         """Work off what comes, for ever."""

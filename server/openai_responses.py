@@ -126,7 +126,7 @@ class Response:
         placed = self._items.add(item)
         self.outputs.append(item)
         index = len(self.outputs) - 1
-        shown = item.as_json(self._beta)
+        shown: dict[str, Any] = item.as_json(self._beta)
         if item.kind == "message":
             shown["content"] = []
         self._emit("response.output_item.added", response_id=self.id, output_index=index, item=shown)
@@ -155,7 +155,7 @@ class Response:
                 self._deliver(item, self._encoder.finish())
             self._emit("response.output_audio.done", **self._place(item))
             self._emit("response.output_audio_transcript.done", **self._place(item), transcript=text)
-            part = {"type": "audio", "transcript": text}
+            part: dict[str, Any] = {"type": "audio", "transcript": text}
         else:
             self._emit("response.output_text.done", **self._place(item), text=text)
             part = {"type": "text", "text": text}
