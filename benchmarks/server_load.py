@@ -26,7 +26,7 @@ from websockets.asyncio.client import connect
 
 import mlx_voicechat
 from mlx_voicechat import AudioFrame, Event
-from mlx_voicechat.sound.recordings import pcm16
+from mlx_voicechat.sound.pcm import pcm16
 from mlx_voicechat.voicechat import VoiceChat
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_voicechat.sound.recordings import Samples
+    from mlx_voicechat.sound.pcm import Samples
 
 CAPTURE_SECONDS = 30.0  # that the event loop or a slow server may leave waiting; beyond it the microphone is not heard
 PLAYBACK_SECONDS = 60.0  # of speech that came faster than it is played
@@ -68,7 +68,7 @@ class Capture:
     """The microphone at its own rate -> samples at the model's. `hear` is the audio callback."""
 
     def __init__(self, device_hz: int, rate_hz: int) -> None:
-        from mlx_voicechat.sound.recordings import Resampler
+        from mlx_voicechat.sound.resampler import Resampler
 
         self._device_hz = device_hz
         self._ring = Ring(round(CAPTURE_SECONDS * device_hz))
@@ -121,7 +121,7 @@ class Playback:
     """
 
     def __init__(self, rate_hz: int, device_hz: int, frame_seconds: float) -> None:
-        from mlx_voicechat.sound.recordings import Resampler
+        from mlx_voicechat.sound.resampler import Resampler
 
         self._device_hz = device_hz
         self._frame_samples = round(frame_seconds * device_hz)

@@ -148,7 +148,7 @@ class Wire:
 
     async def append(self, samples: npt.ArrayLike) -> None:
         """Say float samples (S,); waits while the server takes no more."""
-        from mlx_voicechat.sound.recordings import pcm16
+        from mlx_voicechat.sound.pcm import pcm16
 
         audio = base64.b64encode(pcm16(samples).tobytes()).decode()
         await self._send({"type": "input_audio_buffer.append", "audio": audio, "sample_rate": self.input_rate_hz})

@@ -45,7 +45,7 @@ def download(
 
 def _fetch(repository: str, revision: str | None) -> str:
     """The folder of a repository's checkpoint, downloaded if need be."""
-    from mlx_voicechat.config import read_config
+    from mlx_voicechat.config import check_config
     from mlx_voicechat.weights import hub, hub_cache
 
     if not hub.is_repository_id(repository):
@@ -58,7 +58,7 @@ def _fetch(repository: str, revision: str | None) -> str:
     else:
         folder = hub.fetch(repository, revision, ["config.json"], lambda _: None)
         if hub_cache.layout(folder) != "nvidia":
-            read_config(folder)  # another model's, or newer than this program: stop before its weights
+            check_config(folder)  # another model's, or newer than this program: stop before its weights
         folder = hub.fetch(repository, revision, hub_cache.patterns_for(folder), note)
     if hub_cache.layout(folder) == "nvidia":
         note(f"this is NVIDIA's original, to convert: mlx-voicechat convert --source {repository} --output FOLDER")

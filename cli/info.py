@@ -88,6 +88,7 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
         "format": f"mlx-voicechat {version}" if version else "mlx-community",
         "conversion": read_json(folder).get(checkpoint.CONVERSION_KEY) or {},
         "quantization": quantization(config),
+        "language_type": "f32" if checkpoint.llm_is_float32(stored) else "bf16",
         **_stored(folder, stored, config.quantization),
         "speech_weights": "q8" if plan else "f32",
         "sizes": sizes(config),
@@ -237,6 +238,7 @@ def text(facts: Mapping[str, Any]) -> str:
         "plan": conversion.get("plan", ""),
         "converted from": ", revision ".join(map(str, origin)),
         "quantization": facts.get("quantization", ""),
+        "language computes in": facts.get("language_type", ""),
         "tensors": f"{facts['tensors']:,}: " + ", ".join(f"{name} {count:,}" for name, count in facts["types"].items()),
         **{f"stored, {name}": _parts(parts) for name, parts in facts["networks"].items()},
         **{

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mlx_voicechat import AudioFrame, Event
-    from mlx_voicechat.sound.recordings import Samples
+    from mlx_voicechat.sound.pcm import Samples
 
     from .client import Notice, Wire
     from .devices import Device, Devices

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mlx_voicechat import Event
-    from mlx_voicechat.sound.recordings import Resampler, WavWriter
+    from mlx_voicechat.sound.resampler import Resampler
+    from mlx_voicechat.sound.wav import WavWriter
 
 
 class Timeline(Protocol):
@@ -62,7 +63,7 @@ class Targets:
 
         `named` is the recording's own option.
         """
-        from mlx_voicechat.sound.recordings import WavWriter
+        from mlx_voicechat.sound.wav import WavWriter
 
         taken = {} if recording == "-" else {os.path.realpath(recording): named}
         for option, path in self.named():
@@ -214,7 +215,8 @@ class Outputs:
     """The files of one conversation, open; `files` puts them in place, or drops them when its block raised."""
 
     def __init__(self, files: ExitStack, targets: Targets, config: Timeline) -> None:
-        from mlx_voicechat.sound.recordings import Resampler, WavWriter
+        from mlx_voicechat.sound.resampler import Resampler
+        from mlx_voicechat.sound.wav import WavWriter
 
         rate_hz = config.output_rate_hz
         self._speech: WavWriter | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 from mlx_voicechat import assets
 from mlx_voicechat.config import ModelConfig, parse_config
@@ -20,25 +19,27 @@ def needs() -> dict[str, tuple[int, int]]:
     config = parse_config(json.loads((assets.CONFIGS / "full.json").read_text(encoding="utf-8")))
     short, long = (round(seconds / config.frame_seconds) for seconds in (memory.SHORT_SECONDS, LONG_SECONDS))
     found = {}
-    for name, size in DOWNLOAD_BYTES.items():
+    for name in DOWNLOAD_BYTES:
         stored = headers(config, None if name == "bf16" else int(name.removesuffix("bit")))
-        counted = sum(math.prod(tensor.shape) * memory.WIDTHS[tensor.dtype] for tensor in stored.values())
-        beyond = max(0, size - counted)  # what the published files hold besides
         plan = memory.speech_plan(config, stored, "q8")
         first, later = (memory.announce(config, stored, n, requantise=plan).total for n in (short, long))
-        found[name] = (first + beyond, later + beyond)
+        found[name] = (first, later)
     return found
 
 
 def headers(config: ModelConfig, bits: int | None) -> dict[str, Stored]:
-    """What the files' headers would say: bfloat16, the LLM's matrices in `bits`."""
+    """What the files' headers say: bfloat16 but for `A_log`, the LLM's matrices in `bits` with float32 scales.
+
+    For 4 bits 1,878 tensors: the original's 1,632, and scales and biases of 123 layers.
+    """
     found = {}
-    for name, shape in inventory.tensors(config).items():
+    for name, shape in inventory.originals(config).items():
         if bits is None or not QUANTISED.search(name):
-            found[name] = Stored("", shape, "I32" if inventory.is_integer(name) else "BF16")
+            kind = "I32" if inventory.is_integer(name) else "F32" if name.endswith(".A_log") else "BF16"
+            found[name] = Stored("", shape, kind)
             continue
         rows, inputs = shape
         found[name] = Stored("", (rows, inputs * bits // 32), "U32")
         for part in ("scales", "biases"):
-            found[name.removesuffix("weight") + part] = Stored("", (rows, inputs // GROUP_SIZE), "BF16")
+            found[name.removesuffix("weight") + part] = Stored("", (rows, inputs // GROUP_SIZE), "F32")
     return found

@@ -63,7 +63,8 @@ def serve(
     max_audio_seconds: Annotated[float, setting("max_audio_seconds")] = ServerSettings.max_audio_seconds,
     idle_seconds: Annotated[float, setting("idle_seconds")] = ServerSettings.idle_seconds,
     setup_seconds: Annotated[float, setting("setup_seconds")] = ServerSettings.setup_seconds,
-    max_message_bytes: Annotated[int, setting("max_message_bytes")] = ServerSettings.max_message_bytes,
+    max_message_bytes: Annotated[int | None, setting("max_message_bytes")] = ServerSettings.max_message_bytes,
+    typed_voice: Annotated[str | None, setting("typed_voice")] = ServerSettings.typed_voice,
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
     compiled: Compiled = None,
@@ -118,6 +119,7 @@ def serve(
         idle_seconds=idle_seconds,
         setup_seconds=setup_seconds,
         max_message_bytes=max_message_bytes,
+        typed_voice=typed_voice,
     )
     _log(log_level)
     sources = ToolSources(ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold), note)

@@ -79,14 +79,15 @@ def reference(source: Source, wide: bool) -> VoiceChat:
     for name in source.tensors:
         blocks = [block.array for block in source.blocks(name)]
         whole = blocks[0] if len(blocks) == 1 else mx.concatenate(blocks)
-        narrow = not wide and name.startswith(LANGUAGE) and whole.dtype == mx.float32
+        narrow = not wide and name.startswith(LANGUAGE) and mx.issubdtype(whole.dtype, mx.floating)
         arrays[name] = whole.astype(mx.bfloat16) if narrow else whole
         mx.eval(arrays[name])
         del blocks, whole
-    stored = {name: Stored(source.name, tensor.shape, tensor.dtype) for name, tensor in source.tensors.items()}
+    stored = stored_types(source)
     assembled = layout.assemble(arrays, torch_layout=False)
     del arrays
-    settled = {path: checkpoint.settle(path, array) for path, array in assembled.items()}
+    float32_llm = wide and checkpoint.llm_is_float32(stored)
+    settled = {path: checkpoint.settle(path, array, float32_llm) for path, array in assembled.items()}
     del assembled
     config = replace(source.config, quantization={})
     with tempfile.TemporaryDirectory() as folder:  # a text table that is made here is no other program's
@@ -94,10 +95,16 @@ def reference(source: Source, wide: bool) -> VoiceChat:
         return VoiceChat(source.name, config, source.tokenizer, parameters, lambda text: None)
 
 
+def stored_types(source: Source) -> dict[str, Stored]:
+    """The source's tensors as if they were stored unquantised."""
+    return {name: Stored(source.name, tensor.shape, tensor.dtype) for name, tensor in source.tensors.items()}
+
+
 def _needed_bytes(source: Source, wide: bool) -> int:
     total = 0
+    wide = wide and checkpoint.llm_is_float32(stored_types(source))
     for name, tensor in source.tensors.items():
-        half = name.startswith(LANGUAGE) and (not wide or tensor.dtype != "F32")
+        half = name.startswith(LANGUAGE) and not wide
         total += math.prod(tensor.shape) * (2 if half else 4)
     return total
 

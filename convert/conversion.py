@@ -16,7 +16,7 @@ from mlx_voicechat.config import ModelConfig, parse_config
 from mlx_voicechat.errors import CheckpointError, InputError
 from mlx_voicechat.networks.ear_tts import EarTts
 from mlx_voicechat.text import Tokenizer, character_table
-from mlx_voicechat.weights import checkpoint, text_table
+from mlx_voicechat.weights import checkpoint, quantization, text_table
 from mlx_voicechat.weights.checkpoint import CONVERSION_KEY
 from mlx_voicechat.weights.hub import BASE_PATTERNS, gigabytes
 
@@ -26,6 +26,7 @@ from .source import BLOCK_BYTES, Block, Say, Source, Tensor
 from .writer import Entry
 
 LAYOUT_NAMES = {"nvidia": "NVIDIA's original", "mlx-community": "mlx-community layout", "ours": "mlx-voicechat format"}
+PUBLIC_CONVERSION_KEY = "mlx_conversion"  # of the public converter: says how its output was quantised
 WORKING_COPIES = 10  # of a block: read, re-laid, in MLX, rounded, packed, and what MLX keeps for reuse
 TTS_PREFIX = "tts_model.tts_model."
 TEXT_PARTS = ("embed_subword.", "gated_fusion_audio_text.")  # of the TTS: what the text table is made of
@@ -163,9 +164,10 @@ def configuration(job: Job) -> dict[str, Any]:
         "tokenizer": source.tokenizer_name,
         "tokenizer_revision": source.tokenizer_revision,
     }
-    if CONVERSION_KEY in source.raw:
-        facts["source_conversion"] = source.raw[CONVERSION_KEY]
-    raw = {key: value for key, value in source.raw.items() if key not in ("quantization", "quantization_config")}
+    if earlier := [source.raw[key] for key in (CONVERSION_KEY, PUBLIC_CONVERSION_KEY) if key in source.raw]:
+        facts["source_conversion"] = earlier[0]
+    raw = {key: value for key, value in source.raw.items() if key not in (*quantization.KEYS, PUBLIC_CONVERSION_KEY)}
+    raw["text_config"] = source.raw["text_config"] | {"head_dim": source.config.llm.head_dim}
     raw[checkpoint.FORMAT_KEY] = checkpoint.FORMAT_VERSION
     raw[CONVERSION_KEY] = facts
     quantisation = job.quantisation()

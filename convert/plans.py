@@ -20,6 +20,7 @@ import mlx.core as mx
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.weights import precision
 from mlx_voicechat.weights.checkpoint import partners
+from mlx_voicechat.weights.quantization import FIXED
 from mlx_voicechat.weights.shards import some_of
 
 if sys.version_info >= (3, 11):
@@ -28,7 +29,6 @@ else:
     import tomli as tomllib
 
 AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-FIXED = {"mxfp8": (8, 32), "mxfp4": (4, 32), "nvfp4": (4, 16)}  # mode: bits, group size
 WORDS = ("f32", "bf16", "keep")
 
 BODY = r"stt_model\.llm\.layers\.\d+\.mixer\.\w+_proj\.weight"

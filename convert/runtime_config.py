@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_voicechat.config import MODEL_TYPE, RUNTIME_CONFIG_VERSION
+from mlx_voicechat.config import MAX_SYMBOLS, MODEL_TYPE, RUNTIME_CONFIG_VERSION
 from mlx_voicechat.errors import CheckpointError
 from mlx_voicechat.weights.shards import some_of
 
@@ -47,7 +47,6 @@ CODEC_KEYS = {
     "codebook_size": "codebook_size",
 }
 SPECIAL_TOKENS = {"bos": "<s>", "eos": "</s>", "pad": "<SPECIAL_12>", "silence": "<SPECIAL_11>"}
-MAX_SYMBOLS = 10  # NeMo greedy RNNT decoding: symbols a frame
 
 
 class _Reader:

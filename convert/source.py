@@ -199,7 +199,7 @@ def open_source(
     stored = {name: Stored(file, *entry) for file in files(folder) for name, entry in places(folder / file).items()}
     if kind == "nvidia":
         raw = _translate(raw, folder, beside, words, stored)
-    config = parse_config(raw, str(folder / "config.json"))
+    config = parse_config(raw, str(folder / "config.json"), {name: entry.shape for name, entry in stored.items()})
     checkpoint.check_tokenizer(words, beside, config)
     return Source(
         name=_public_name(folder),

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import CheckpointError
+from .weights import quantization
+from .weights.shards import verify
 
 MODEL_TYPE = "nemotron_voicechat"
 RUNTIME_CONFIG_VERSION = 2
@@ -35,6 +38,7 @@ ENCODER_POSITION_BASE = 10000.0  # NeMo RelPositionalEncoding, after Dai et al. 
 PREEMPHASIS = 0.97  # NeMo AudioToMelSpectrogramPreprocessor default
 LOG_GUARD = 2.0**-24  # NeMo AudioToMelSpectrogramPreprocessor default
 LLM_NORM_EPS = 1e-5  # Nemotron-H: layer_norm_epsilon
+MAX_SYMBOLS = 10  # NeMo greedy RNNT decoding: symbols a frame
 
 # Bounds that tell a broken file before anything is built from it.
 MAX_SIZE = 2**24  # widths and ids: ids are read from the device as float32, exact up to here
@@ -42,7 +46,10 @@ MAX_COUNT = 1000  # layers and the like, each a Python object
 MAX_NUMBER = 1e30  # of any kind; float32 holds it
 MIN_FLOAT = 1e-6  # durations, which others are divided by
 
+Q_PROJ = re.compile(r"stt_model\.llm\.layers\.\d+\.mixer\.q_proj\.weight$")
+
 T = TypeVar("T")
+Shapes = Mapping[str, tuple[int, ...]]  # of a checkpoint's tensors by name
 
 
 @dataclass(frozen=True)
@@ -223,7 +230,7 @@ class CodecConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything `config.json` says. `quantization` maps a module name to its `{"group_size", "bits", "mode"}`."""
+    """Everything `config.json` says. `quantization`: `{"group_size", "bits", "mode"}` of each quantised layer."""
 
     mel: MelConfig
     encoder: EncoderConfig
@@ -276,7 +283,7 @@ class _Reader:
         self.missing: list[str] = []
         self.wrong: list[str] = []
 
-    def _find(self, key: str) -> Any:
+    def find(self, key: str) -> Any:
         node: Any = self.raw
         for part in key.split("."):
             if not isinstance(node, Mapping) or part not in node:
@@ -286,7 +293,7 @@ class _Reader:
 
     def need(self, key: str, kind: type[T], *aliases: str) -> T:
         for name in (key, *aliases):
-            value = self._find(name)
+            value = self.find(name)
             if value is not None:
                 return self._typed(name, value, kind)
         self.missing.append(key)
@@ -294,7 +301,7 @@ class _Reader:
 
     def optional(self, key: str, default: T, *aliases: str) -> T:
         for name in (key, *aliases):
-            value = self._find(name)
+            value = self.find(name)
             if value is not None:
                 return self._typed(name, value, type(default))
         return default
@@ -311,6 +318,13 @@ class _Reader:
 
     def count(self, key: str) -> int:
         return self.within(key, int, 1, MAX_COUNT)
+
+    def letters(self, key: str) -> str:
+        """A string, or the list of its letters."""
+        value = self.find(key)
+        if isinstance(value, list) and all(isinstance(letter, str) and len(letter) == 1 for letter in value):
+            return "".join(value)
+        return self.need(key, str)
 
     def sizes(self, key: str) -> tuple[int, ...]:
         values = self.need(key, list)
@@ -340,6 +354,8 @@ class _Reader:
             return self._empty(kind)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
+        if kind is int and isinstance(value, float) and value.is_integer():
+            value = int(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             self.wrong.append(f"{key} is {value!r}, expected {kind.__name__}")
             return self._empty(kind)
@@ -347,15 +363,29 @@ class _Reader:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read `folder/config.json`; raises CheckpointError that lists everything missing or at odds."""
-    return parse_config(read_json(folder), str(folder / "config.json"))
+    """Read `folder/config.json`, and from its weights' headers what only they say.
+
+    Raises CheckpointError that lists everything missing or at odds, and what `shards.verify` raises.
+    """
+    raw, where = read_json(folder), str(folder / "config.json")
+    _check_kind(raw, where)
+    return parse_config(raw, where, {name: entry.shape for name, entry in verify(folder).items()})
+
+
+def check_config(folder: Path) -> None:
+    """Raise CheckpointError for a `config.json` that no weights could go with; they need not be there yet."""
+    raw = read_json(folder)
+    text = raw.get("text_config")
+    if isinstance(text, dict) and text.get("head_dim") is None:  # the weights say it: any will do
+        raw["text_config"] = text | {"head_dim": 1}
+    parse_config(raw, str(folder / "config.json"))
 
 
 def read_json(folder: Path) -> dict[str, Any]:
     """`folder/config.json` as it stands; raises CheckpointError when it is absent, broken or no JSON object."""
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no config.json.", "Name a checkpoint folder or a hub id.") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -366,17 +396,23 @@ def read_json(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """Turn a runtime config into a ModelConfig; raises CheckpointError that names `where`."""
+def parse_config(raw: Mapping[str, Any], where: str = "config.json", shapes: Shapes | None = None) -> ModelConfig:
+    """Turn a runtime config into a ModelConfig; raises CheckpointError that names `where`.
+
+    `shapes`: of the tensors that go with it; which layers are quantised follows from them, and what `raw` leaves out.
+    """
+    from .weights import inventory  # which is made of this module's types
+
     _check_kind(raw, where)
     reader = _Reader(raw)
-    config = _model(reader)
+    config = _model(reader, shapes or {})
     faults = reader.wrong + ([] if reader.missing or reader.wrong else _contradictions(config))
     if reader.missing:
         faults.insert(0, "missing: " + ", ".join(reader.missing))
     if faults:
         raise CheckpointError(f"{where}: {'; '.join(faults)}.", "The file is incomplete or edited: get it again.")
-    return config
+    plain = {name.removesuffix(".weight"): shape for name, shape in inventory.tensors(config).items()}
+    return replace(config, quantization=quantization.resolve(raw, shapes, plain, where))
 
 
 def is_original(raw: Mapping[str, Any]) -> bool:
@@ -405,15 +441,14 @@ def _check_kind(raw: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _model(r: _Reader) -> ModelConfig:
+def _model(r: _Reader, shapes: Shapes) -> ModelConfig:
     frame_seconds = r.within("frame_duration", float, MIN_FLOAT, MAX_SIZE)
     output_rate_hz = r.size("output_sample_rate")
-    quantization: dict[str, Any] = r.optional("quantization", {})
     return ModelConfig(
         mel=_mel(r),
         encoder=_encoder(r),
         rnnt=_rnnt(r),
-        llm=_llm(r),
+        llm=_llm(r, shapes),
         tts=_tts(r, frame_seconds),
         codec=_codec(r),
         bos_id=r.within("bos_token_id", int, 0, MAX_SIZE),
@@ -433,7 +468,7 @@ def _model(r: _Reader) -> ModelConfig:
         default_system_prompt=r.optional("default_system_prompt", ""),
         synthetic=r.optional("synthetic", False),
         demonstration=r.optional("demonstration", ""),
-        quantization={k: v for k, v in quantization.items() if isinstance(v, dict)},
+        quantization={},
     )
 
 
@@ -470,29 +505,26 @@ def _encoder(r: _Reader) -> EncoderConfig:
         subsampling_channels=r.size(p + "subsampling_conv_channels"),
         conv_kernel_size=r.size(p + "conv_kernel_size"),
         left_frames=context[0] if context and isinstance(context[0], int) else 0,
-        output_dim=r.size("audio_config.output_dim"),
+        output_dim=r.size("audio_config.output_dim", "text_config.hidden_size"),
     )
 
 
 def _rnnt(r: _Reader) -> RnntConfig:
     a = "audio_config."
+    pieces = r.strings("rnnt_vocabulary")
     return RnntConfig(
         encoder_hidden=r.size(a + "joint.encoder_hidden"),
         pred_hidden=r.size(a + "decoder.pred_hidden"),
         pred_layers=r.count(a + "decoder.pred_rnn_layers"),
         joint_hidden=r.size(a + "joint.joint_hidden"),
-        blank_id=r.size("rnnt_blank_id"),
-        max_symbols=r.count(a + "max_symbols"),
-        pieces=r.strings("rnnt_vocabulary"),
+        blank_id=r.size("rnnt_blank_id") if r.find("rnnt_blank_id") is not None else len(pieces),
+        max_symbols=r.count(a + "max_symbols") if r.find(a + "max_symbols") is not None else MAX_SYMBOLS,
+        pieces=pieces,
     )
 
 
-def _llm(r: _Reader) -> LlmConfig:
+def _llm(r: _Reader, shapes: Shapes) -> LlmConfig:
     p = "text_config."
-    limit: list[Any] = r.optional(p + "time_step_limit", [])
-    if limit and (len(limit) != 2 or not all(isinstance(x, int | float) for x in limit)):
-        r.wrong.append(f"{p}time_step_limit is {limit!r}, expected two numbers")
-        limit = []
     return LlmConfig(
         vocab_size=r.size(p + "vocab_size"),
         hidden_size=r.size(p + "hidden_size"),
@@ -500,22 +532,47 @@ def _llm(r: _Reader) -> LlmConfig:
         num_hidden_layers=r.count(p + "num_hidden_layers"),
         num_attention_heads=r.size(p + "num_attention_heads"),
         num_key_value_heads=r.size(p + "num_key_value_heads"),
-        head_dim=r.size(p + "head_dim"),
+        head_dim=_head_dim(r, shapes),
         mamba_num_heads=r.size(p + "mamba_num_heads"),
         mamba_head_dim=r.size(p + "mamba_head_dim"),
         ssm_state_size=r.size(p + "ssm_state_size", p + "mamba_state_dim"),
         conv_kernel=r.size(p + "conv_kernel"),
         n_groups=r.size(p + "n_groups", p + "mamba_num_groups"),
         norm_eps=r.optional(p + "layer_norm_epsilon", LLM_NORM_EPS, p + "rms_norm_eps"),
-        pattern=r.need(p + "hybrid_override_pattern", str),
+        pattern=r.letters(p + "hybrid_override_pattern"),
         attention_bias=r.optional(p + "attention_bias", False),
         mamba_proj_bias=r.optional(p + "mamba_proj_bias", False),
         mlp_bias=r.optional(p + "mlp_bias", False),
         use_bias=r.optional(p + "use_bias", False),
         use_conv_bias=r.optional(p + "use_conv_bias", True),
-        time_step_limit=(float(limit[0]), float(limit[1])) if limit else None,
-        max_positions=r.optional(p + "max_position_embeddings", 0) or None,
+        time_step_limit=_time_step_limit(r, p + "time_step_limit"),
+        max_positions=max(0, r.optional(p + "max_position_embeddings", 0)) or None,
     )
+
+
+def _head_dim(r: _Reader, shapes: Shapes) -> int:
+    """As stated, else what the rows of an attention layer's q_proj say."""
+    key, heads = "text_config.head_dim", r.optional("text_config.num_attention_heads", 0)
+    rows = next((shape[0] for name, shape in shapes.items() if Q_PROJ.match(name) and shape), 0)
+    if r.find(key) is not None or heads < 1 or rows < heads or rows % heads:
+        return r.size(key)
+    return rows // heads
+
+
+def _time_step_limit(r: _Reader, key: str) -> tuple[float, float] | None:
+    """`[low, high]`; None for bounds that bound nothing, as what lies between them is positive.
+
+    No upper bound is written as Infinity, null, or as transformers writes it, {"__float__": "Infinity"}.
+    """
+    limit: list[Any] = r.optional(key, [])
+    values = [end.get("__float__") if isinstance(end, dict) else end for end in limit]
+    values = [bound if end in (None, "Infinity") else end for end, bound in zip(values, (0.0, math.inf), strict=False)]
+    numbers = [float(end) for end in values if type(end) is float or (type(end) is int and abs(end) <= MAX_NUMBER)]
+    if limit and (len(limit) != 2 or len(numbers) != 2 or not numbers[0] <= numbers[1] or numbers[0] == math.inf):
+        r.wrong.append(f"{key} is {limit!r}, expected two numbers, the lower one first")
+        return None
+    low, high = numbers or (0.0, math.inf)
+    return None if low <= 0 and high == math.inf else (low, high)
 
 
 def _tts(r: _Reader, frame_seconds: float) -> TtsConfig:

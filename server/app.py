@@ -20,15 +20,17 @@ from uvicorn.protocols.utils import ClientDisconnected
 
 from mlx_voicechat.server.access import Gate, refusal
 from mlx_voicechat.server.connection import FAILED, Connection, sessions_in_use
-from mlx_voicechat.server.dialects import MLXCEL, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
+from mlx_voicechat.server.dialects import MLXCEL, OPENAI, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
 from mlx_voicechat.server.engine import LOADING, READY, WARMING, Engine
 from mlx_voicechat.server.limits import RETRY_SECONDS
 from mlx_voicechat.server.metrics import CONTENT_TYPE
 from mlx_voicechat.server.mlxcel import Mlxcel
+from mlx_voicechat.server.openai_connection import OpenAIConnection
 from mlx_voicechat.server.page import page_paths, page_routes
 from mlx_voicechat.server.settings import ServerSettings
+from mlx_voicechat.server.typed_voice import find_voice
 
-SERVED = (MLXCEL,)  # the dialects of this server
+SERVED = (MLXCEL, OPENAI)  # the dialects of this server
 NOT_HERE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 END_SECONDS = 1.0  # for the frame that runs when the server ends
 
@@ -38,12 +40,18 @@ log = logging.getLogger(__name__)
 def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     """The application around an engine, which starts and ends with it."""
     started = time.time()
+    voice = find_voice(settings.typed_voice)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         engine.start(asyncio.get_running_loop())
         yield
         await engine.end(END_SECONDS)
+
+    def connection(dialect: Dialect, websocket: WebSocket) -> Connection:
+        if dialect.name == MLXCEL:
+            return Mlxcel(websocket, engine, settings)
+        return OpenAIConnection(websocket, engine, settings, voice, dialect.beta)
 
     async def realtime(websocket: WebSocket) -> None:
         try:
@@ -60,7 +68,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
             await websocket.send_denial_response(refusal(503, "server_busy", message, Retry_After=str(RETRY_SECONDS)))
             return
         try:
-            await _connection(dialect, websocket, engine, settings).run()
+            await connection(dialect, websocket).run()
         except ClientDisconnected:
             raise  # in the handshake; uvicorn knows
         except Exception:
@@ -125,10 +133,6 @@ def _dialect(websocket: WebSocket, settings: ServerSettings) -> Dialect:
     if dialect.name not in SERVED:
         raise UnknownProtocol(dialect.name)
     return dialect
-
-
-def _connection(dialect: Dialect, websocket: WebSocket, engine: Engine, settings: ServerSettings) -> Connection:
-    return Mlxcel(websocket, engine, settings)
 
 
 async def _no_socket(websocket: WebSocket) -> None:

@@ -112,7 +112,7 @@ class Connection(ABC):
             self._closing = True
             if self._watch is not None:
                 self._watch.cancel()
-            self._release()
+            self.gone()
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -138,10 +138,21 @@ class Connection(ABC):
         self.send(self.busy(event_id))
         self.close(TRY_LATER)
 
-    def _release(self) -> None:
+    def gone(self) -> None:
+        """The client is gone, or nobody listens to it any more."""
         if self.slot is not None:
             self.slot.release()
             self.slot = None
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits that no more should be read from the client."""
+        return self.slot is not None and self.slot.full
+
+    def left(self, event: Any) -> None:
+        """An entry of the queue was sent."""
+        if isinstance(event, messages.Speech) and self.slot is not None:
+            self.slot.sent()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -156,7 +167,7 @@ class Connection(ABC):
 
     async def _room(self) -> bool:
         """Wait until another message may be read; False when the client has hung up meanwhile."""
-        while not self._closing and ((self.slot and self.slot.full) or len(self._outgoing) >= OUTGOING_EVENTS):
+        while not self._closing and (self.full or len(self._outgoing) >= OUTGOING_EVENTS):
             self._moved.clear()
             try:
                 await asyncio.wait_for(self._moved.wait(), LISTEN_SECONDS)
@@ -178,7 +189,7 @@ class Connection(ABC):
             return
         self.send(patience.event)
         self.close(POLICY)
-        self._release()
+        self.gone()
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -202,13 +213,13 @@ class Connection(ABC):
                 await self._say(event)
             except WebSocketDisconnect:
                 return
-            if isinstance(event, messages.Speech) and self.slot is not None:
-                self.slot.sent()
+            self.left(event)
             self._moved.set()
 
     async def _say(self, event: Any) -> None:
-        if isinstance(event, Error):
-            self.engine.metrics.error(event.code)
+        code = getattr(event, "code", None)
+        if code is not None:
+            self.engine.metrics.error(code)
         kind, fields = self.written(event)
         await self._websocket.send_text(
             json.dumps({"type": kind, "event_id": f"event_{secrets.token_hex(8)}", **fields})
@@ -217,7 +228,7 @@ class Connection(ABC):
     async def _give_up(self) -> None:
         """The client reads slower than real time: its last words jump the queue."""
         self._closing = True
-        self._release()
+        self.gone()
         self._outgoing.clear()
         self._socket.unblock()
         with suppress(WebSocketDisconnect):

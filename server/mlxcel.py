@@ -31,7 +31,7 @@ from mlx_voicechat.server.mlxcel_extensions import (
     turns_asked,
 )
 from mlx_voicechat.server.settings import ServerSettings
-from mlx_voicechat.sound.recordings import pcm16
+from mlx_voicechat.sound.pcm import pcm16
 
 if TYPE_CHECKING:
     from mlx_voicechat.server.engine import Engine

@@ -20,7 +20,7 @@ from websockets.frames import Frame
 
 from mlx_voicechat.errors import VoiceChatError
 from mlx_voicechat.server.limits import CLOSING_SECONDS, UNREAD_SECONDS
-from mlx_voicechat.server.settings import ServerSettings
+from mlx_voicechat.server.settings import MESSAGE_BYTES, ServerSettings
 
 RECEIVE_BYTES = 2**17  # in the kernel: three seconds of audio that are not read yet
 SEND_BYTES = 2**16  # in the kernel: one second of speech
@@ -179,7 +179,7 @@ class Server(uvicorn.Server):
             loop="asyncio",
             http="h11",
             ws=Socket,
-            ws_max_size=settings.max_message_bytes,
+            ws_max_size=settings.max_message_bytes or MESSAGE_BYTES,
             ws_ping_timeout=None,  # a pong waits behind audio that is not read yet
             ws_per_message_deflate=False,  # base64 of speech hardly shrinks
             lifespan="on",

@@ -19,8 +19,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_voicechat.errors import AudioError, InputError
-from mlx_voicechat.sound import recordings
-from mlx_voicechat.sound.recordings import AudioReader, Resampler, WavWriter, pcm16, read_all, read_audio, write_wav
+from mlx_voicechat.sound import recordings, wav
+from mlx_voicechat.sound.pcm import pcm16
+from mlx_voicechat.sound.recordings import AudioReader, read_all, read_audio
+from mlx_voicechat.sound.resampler import Resampler
+from mlx_voicechat.sound.wav import WavWriter, write_wav
 
 RATE = 16_000
 
@@ -555,7 +558,7 @@ def test_folders_and_files_without_write_permission(tmp_path: Path, monkeypatch:
         def denied(*_: object) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(recordings, "open", denied, raising=False)
+        monkeypatch.setattr(wav, "open", denied, raising=False)
         monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(AudioError, match="write-protected"):
         WavWriter(tmp_path / "kept.wav", RATE)
@@ -598,7 +601,7 @@ def test_a_recording_can_be_replaced_by_its_own_answer(tmp_path: Path) -> None:
 
 
 def test_importing_the_module_is_cheap() -> None:
-    code = "import sys, mlx_voicechat.sound.recordings; "
+    code = "import sys, mlx_voicechat.sound.recordings, mlx_voicechat.sound.wav; "
     code += "print({'soundfile', 'soxr', 'mlx', 'librosa', 'scipy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -84,14 +84,15 @@ def test_an_index_that_is_nested_too_deeply(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"bits": 4}, {"bits": "4", "group_size": 32}, {"bits": 0, "group_size": 32}, {"bits": [4], "group_size": 32}],
+    [{}, {"bits": "4", "group_size": 32}, {"bits": 0, "group_size": 32}, {"bits": [4], "group_size": 32}],
 )
 def test_quantisation_that_is_none(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = shutil.copytree(GOLDEN / "tiny-4bit", tmp_path / "broken", copy_function=shutil.copyfile)
     raw = json.loads((folder / "config.json").read_text())
     raw["quantization"]["stt_model.lm_head"] = settings
+    del raw["quantization_config"]
     (folder / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match=r"stt_model\.lm_head in config\.json is"):
+    with pytest.raises(CheckpointError, match=r"config\.json.*[ .]stt_model\.lm_head"):
         open_source(str(folder))
 
 

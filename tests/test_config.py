@@ -78,6 +78,7 @@ def leaves(raw: dict[str, Any], prefix: str = "") -> list[str]:
 # What a config may lack (the specification's key map), and what this program does not read.
 OPTIONAL = {
     "default_system_prompt",
+    *("audio_config.max_symbols", "audio_config.output_dim", "rnnt_blank_id"),
     "mlx_runtime_config_version",
     "audio_config.preprocessor.preemph",
     "audio_config.preprocessor.log_zero_guard_value",

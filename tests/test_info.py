@@ -14,7 +14,7 @@ from mlx_voicechat.config import read_config
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.gauges.memory import Machine
 from mlx_voicechat.weights.shards import verify
-from tests.support.checkpoints import GOLDEN, copy_of, edit_json
+from tests.support.checkpoints import GOLDEN, copy_of, edit_json, rewrite
 
 NETWORKS = {"perception", "rnnt", "language", "tts", "codec", "text_table", "other"}
 
@@ -163,15 +163,29 @@ def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert err.startswith("note: This model needs about")
 
 
-def test_a_prompt_and_mixed_bits(tmp_path: Path) -> None:
-    folder = copy_of("tiny-4bit", tmp_path)
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prompt, and a head in 8 bits; made before reading weights is an error."""
+    folder = copy_of("tiny-4bit", tmp_path_factory.mktemp("mixed"))
 
     def change(config: dict[str, Any]) -> None:
         config["default_system_prompt"] = "Be brief."
         config["quantization"]["stt_model.lm_head"] = {"group_size": 32, "bits": 8}
+        del config["quantization_config"]
 
+    def requantise(tensors: dict[str, mx.array]) -> None:
+        head = [tensors.pop(f"stt_model.lm_head.{part}") for part in ("weight", "scales", "biases")]
+        packed = mx.quantize(mx.dequantize(*head, group_size=64, bits=4), group_size=32, bits=8)
+        parts = zip(("weight", "scales", "biases"), packed, strict=True)
+        tensors |= {f"stt_model.lm_head.{part}": array for part, array in parts}
+
+    rewrite(folder, requantise)
     edit_json(folder / "config.json", change)
-    facts = describe(str(folder))
+    return folder
+
+
+def test_a_prompt_and_mixed_bits(mixed: Path) -> None:
+    facts = describe(str(mixed))
     assert facts["default_system_prompt"] == "Be brief."
     assert facts["quantization"] == "4 bits, groups of 64, affine: 18 layers; 8 bits, groups of 32, affine: 1 layers"
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_voicechat import assets
+from mlx_voicechat.cli import published
 from mlx_voicechat.config import parse_config, read_config
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.gauges.bench import networks_resident
@@ -19,7 +20,6 @@ from mlx_voicechat.networks.cache import KvCache
 from mlx_voicechat.networks.ear_tts import Backbone
 from mlx_voicechat.voicechat import load
 from mlx_voicechat.weights import synthetic
-from mlx_voicechat.weights.inventory import is_integer, tensors
 from mlx_voicechat.weights.shards import Stored, verify
 from tests.support.checkpoints import GOLDEN
 
@@ -65,9 +65,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synthetic.write_random("random", tmp_path_factory.mktemp("memory") / "made")
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-f32", "tiny-4bit", "made"])
-def test_what_is_announced_is_taken(name: str, made: Path) -> None:
-    folder = {"tiny": assets.TINY, "made": made}.get(name, GOLDEN / name)
+@pytest.fixture(scope="module")
+def published_form(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint in the form of the published 4-bit one: its LLM computes in float32."""
+    raw = json.loads((GOLDEN / "tiny-f32" / "config.json").read_text(encoding="utf-8"))
+    return synthetic.write(raw, tmp_path_factory.mktemp("memory") / "published", bits=4)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-f32", "tiny-4bit", "made", "published form"])
+def test_what_is_announced_is_taken(name: str, made: Path, published_form: Path) -> None:
+    folder = {"tiny": assets.TINY, "made": made, "published form": published_form}.get(name, GOLDEN / name)
     got = taken(folder)
     assert got.announced.loaded == pytest.approx(got.loaded, rel=0.05)
     assert got.announced.total == pytest.approx(got.total, rel=0.05)
@@ -132,16 +139,9 @@ def test_bytes_held(name: str, tensor: Stored, size: int) -> None:
 
 
 def released(bits: int | None) -> tuple[memory.ModelConfig, dict[str, Stored]]:
-    """Config and headers of the released sizes, stored as bfloat16 with an LLM of so many bits."""
+    """Config and headers of the published checkpoint with an LLM of so many bits."""
     config = parse_config(json.loads((assets.CONFIGS / "full.json").read_text(encoding="utf-8")))
-    stored: dict[str, Stored] = {}
-    for name, shape in tensors(config).items():
-        stored[name] = Stored("f", shape, "I32" if is_integer(name) else "BF16")
-        if bits and memory.network(name) == "language" and len(shape) == 2:
-            stored[name] = Stored("f", (shape[0], shape[1] * bits // 32), "U32")
-            for part in ("scales", "biases"):
-                stored[name.replace("weight", part)] = Stored("f", (shape[0], shape[1] // 64), "BF16")
-    return config, stored
+    return config, published.headers(config, bits)
 
 
 def test_the_released_model() -> None:
@@ -149,7 +149,7 @@ def test_the_released_model() -> None:
     told = announce(config, stored, 7500)
     assert told.text_table == 131072 * 1152 * 4
     assert told.session["tts"] == pytest.approx(3.9 * GB, rel=0.01)  # two rows, 28 layers, 7,500 positions
-    assert told.loaded == pytest.approx(12.06 * GB, rel=0.01)
+    assert told.loaded == pytest.approx(12.66 * GB, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -157,10 +157,10 @@ def test_the_released_model() -> None:
     [
         (4, 30, None),
         (4, 12, "no smaller checkpoint"),
-        (8, 15, "VoiceChat-11B-4bit needs 13.0 GB and would fit"),
-        (None, 20, "VoiceChat-11B-8bit needs 17.8 GB and would fit"),
-        (None, 14, "VoiceChat-11B-4bit needs 13.0 GB and would fit"),
-        (None, 8, "Even mlx-community/NemotronLabs-VoiceChat-11B-4bit needs 13.0 GB"),
+        (8, 15, "VoiceChat-11B-4bit needs 13.7 GB and would fit"),
+        (None, 20, "VoiceChat-11B-8bit needs 18.4 GB and would fit"),
+        (None, 14, "VoiceChat-11B-4bit needs 13.7 GB and would fit"),
+        (None, 8, "Even mlx-community/NemotronLabs-VoiceChat-11B-4bit needs 13.7 GB"),
     ],
 )
 def test_too_little_memory_names_what_would_fit(bits: int | None, available: int, words: str | None) -> None:
@@ -170,6 +170,13 @@ def test_too_little_memory_names_what_would_fit(bits: int | None, available: int
         assert warning is not None
         assert words in warning
         assert f"{available}.0 GB of 32.0 GB are available" in warning
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_a_smaller_checkpoint_is_said_to_need_is_what_it_needs(bits: int) -> None:
+    config, wide = released(None)
+    needed = [announce(config, stored, 750).total for stored in (wide, released(bits)[1])]
+    assert needed[0] - memory._saved(config, wide, bits, 750) == pytest.approx(needed[1], rel=1e-3)
 
 
 def test_loading_warns_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

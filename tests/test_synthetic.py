@@ -15,6 +15,7 @@ from support.checkpoints import GOLDEN, tensors_of
 
 import mlx_voicechat
 from mlx_voicechat import assets
+from mlx_voicechat.cli import published
 from mlx_voicechat.config import ModelConfig, parse_config, read_config
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.model import Networks
@@ -131,11 +132,15 @@ def test_a_quantised_one_has_the_published_checkpoints_form(tmp_path: Path) -> N
     folder = synthetic.write(raw, tmp_path / "four", bits=4)
     published = GOLDEN / "tiny-4bit"
     form = {name: (entry.shape, entry.dtype) for name, entry in verify(folder).items()}
-    assert form == {name: (entry.shape, entry.dtype) for name, entry in verify(published).items()}
-    assert (
-        json.loads((folder / "config.json").read_text())["quantization"]
-        == json.loads((published / "config.json").read_text())["quantization"]
-    )
+    expected = {
+        name: (entry.shape, "F32" if name.endswith((".scales", ".biases")) else entry.dtype)
+        for name, entry in verify(published).items()
+    }
+    featurizer = "stt_model.perception.preprocessor.featurizer."
+    expected |= {f"{featurizer}fb": ((1, 128, 257), "BF16"), f"{featurizer}window": ((400,), "BF16")}
+    assert form == expected
+    assert json.loads((folder / "config.json").read_text())["quantization"] == {"group_size": 64, "bits": 4}
+    assert read_config(folder).quantization == read_config(published).quantization
     networks, _, _ = build(folder)
     layer = networks.stt_model.llm.layers[0].mixer.in_proj
     plain = mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits).astype(mx.float32)
@@ -147,9 +152,14 @@ def test_a_quantised_one_has_the_published_checkpoints_form(tmp_path: Path) -> N
 def test_the_full_kind_is_as_large_as_the_published_one() -> None:
     config = parse_config(raw_config("full"))
     tokens = synthetic.vocabulary(config.llm.vocab_size)
-    shapes = inventory.tensors(config).items()
+    shapes = inventory.originals(config).items()
     plan = [part for name, shape in shapes for part in synthetic._plan(name, shape, config, tokens, 0, 4)]
-    assert 8e9 < sum(tensor.bytes for tensor in plan) < 9.5e9
+    headers = published.headers(config, 4)
+    assert len(headers) == 1632 + 2 * 123
+    assert {tensor.name: (tensor.shape, tensor.dtype) for tensor in plan} == {
+        name: (entry.shape, entry.dtype) for name, entry in headers.items()
+    }
+    assert sum(tensor.bytes for tensor in plan) == 9_165_584_246
     largest = max(plan, key=lambda tensor: tensor.bytes)
     assert largest.draw().nbytes <= 4 * synthetic.BLOCK < largest.bytes
 
@@ -260,7 +270,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synthetic.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**9})())
-    with pytest.raises(InputError, match=r"needs 8\.\d GB, the disk has 1\.0 GB"):
+    with pytest.raises(InputError, match=r"needs 9\.2 GB, the disk has 1\.0 GB"):
         synthetic.write_random("full-4bit", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

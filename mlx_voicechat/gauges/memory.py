@@ -21,7 +21,7 @@ from ..config import GLOBAL_LAYER_PERIOD, ModelConfig
 from ..errors import InputError
 from ..networks.cache import BLOCK
 from ..weights import inventory, layout
-from ..weights.checkpoint import FLOAT32
+from ..weights.checkpoint import is_widened, llm_is_float32
 from ..weights.precision import LONG_SECONDS, Plan, fits, held_bytes, plan
 from ..weights.shards import Stored
 
@@ -40,7 +40,7 @@ FLOATING = ("F32", "F16", "BF16")
 SECOND_BIAS = re.compile(r"\.lstm\.bias_hh_l\d+$")  # added to the first when loaded
 FLOAT = 4  # bytes of what computes in float32: constants and state
 PUBLISHED = "mlx-community/NemotronLabs-VoiceChat-11B-{bits}bit"
-PUBLISHED_BITS, GROUP_SIZE, GROUP_BYTES = (8, 4), 64, 4  # a bfloat16 scale and bias per group
+PUBLISHED_BITS, GROUP_SIZE, GROUP_BYTES = (8, 4), 64, 8  # a float32 scale and bias per group
 SHORT_SECONDS = 60  # of conversation, for the check at load
 AS_STORED: Plan = MappingProxyType({})  # no layer is quantised at load
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -100,10 +100,10 @@ def announce(
     in the TTS's attention caches.
     """
     weights = dict.fromkeys(NETWORKS, 0)
+    float32_llm, width = llm_is_float32(stored), llm_width(stored)
     for name, tensor in stored.items():
         if name.startswith(KNOWN):  # others are a fault that loading reports
-            weights[network(name)] += held(name, tensor, requantise)
-    width = llm_width(stored)
+            weights[network(name)] += held(name, tensor, requantise, float32_llm)
     opening = session(config, width, 0, prompt_tokens, tts_cache_bytes)
     return Announced(
         weights=weights,
@@ -129,21 +129,20 @@ def network(name: str) -> str:
     return next(found for prefix, found in PREFIXES if name.startswith(prefix))
 
 
-def held(name: str, tensor: Stored, requantise: Plan = AS_STORED) -> int:
+def held(name: str, tensor: Stored, requantise: Plan = AS_STORED, float32_llm: bool = False) -> int:
     """Bytes that a tensor takes once it is loaded: 0 if no conversation needs it (see `checkpoint.settle`)."""
     voice = ".audio_prompt_latents." in name
     if layout.is_unused(name) or SECOND_BIAS.search(name) or (layout.OPTIONAL.search(name) and not voice):
         return 0
     if name in requantise:
         return held_bytes(tensor, requantise[name])
-    narrow = tensor.dtype in NARROWED or (tensor.dtype in FLOATING and FLOAT32.search(name))
-    return math.prod(tensor.shape) * (4 if narrow else WIDTHS.get(tensor.dtype, 1))
+    four = tensor.dtype in NARROWED or (tensor.dtype in FLOATING and is_widened(name, float32_llm))
+    return math.prod(tensor.shape) * (4 if four else WIDTHS.get(tensor.dtype, 1))
 
 
 def llm_width(stored: Mapping[str, Stored]) -> int:
-    """Bytes of a number in the LLM's own type, in which its attention caches are."""
-    norm = stored.get("stt_model.llm.norm_f.weight")
-    return WIDTHS.get(norm.dtype, 2) if norm else 2
+    """Bytes of a number in the type that the LLM computes in, in which its attention caches are."""
+    return FLOAT if llm_is_float32(stored) else 2
 
 
 def constants(config: ModelConfig) -> int:
@@ -231,7 +230,7 @@ def shortfall(
     needed = announce(config, stored, frames, requantise=requantise, tts_cache_bytes=tts_cache_bytes).total
     if needed <= have.available:
         return None
-    smaller = {bits: needed - saved for bits in PUBLISHED_BITS if (saved := _saved(config, stored, bits)) > 0}
+    smaller = {bits: needed - saved for bits in PUBLISHED_BITS if (saved := _saved(config, stored, bits, frames)) > 0}
     fitting = [bits for bits, size in smaller.items() if size <= have.available]
     close = "close other programs, or it will be slow."
     if fitting:
@@ -252,15 +251,17 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def _saved(config: ModelConfig, stored: Mapping[str, Stored], bits: int) -> int:
-    """Bytes saved if the LLM's matrices had so many bits, as in the published checkpoints."""
-    shapes = inventory.tensors(config)
+def _saved(config: ModelConfig, stored: Mapping[str, Stored], bits: int, frames: int) -> int:
+    """Bytes saved if the LLM's matrices had so many bits, as in the published checkpoints, whose state is float32."""
+    float32_llm, shapes = llm_is_float32(stored), inventory.tensors(config)
     matrices = [name for name, shape in shapes.items() if network(name) == "language" and len(shape) == 2]
     now = 0
     for name in matrices:
         parts = (name, name.replace(".weight", ".scales"), name.replace(".weight", ".biases"))
-        now += sum(held(part, stored[part]) for part in parts if part in stored)
+        now += sum(held(part, stored[part], float32_llm=float32_llm) for part in parts if part in stored)
     elements = sum(math.prod(shapes[name]) for name in matrices)
+    states = [session(config, width, count) for width in (llm_width(stored), FLOAT) for count in (0, frames)]
+    now += sum(sum(state.values()) for state in states[:2]) - sum(sum(state.values()) for state in states[2:])
     return now - elements * bits // 8 - elements // GROUP_SIZE * GROUP_BYTES
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 
 from ..config import ModelConfig
+from ..weights.checkpoint import llm_is_float32
 from ..weights.precision import Plan
 from ..weights.shards import Stored
 from .memory import AS_STORED, FLOAT, guidance_rows, held, is_global, llm_width, machine
@@ -40,7 +41,8 @@ def traffic(
     tts_cache_bytes: int = FLOAT,
 ) -> dict[str, int]:
     """Bytes a frame by stage, after `positions` positions of the timeline; the options are `memory.announce`'s."""
-    sizes = {name: held(name, tensor, requantise) for name, tensor in stored.items()}
+    float32_llm = llm_is_float32(stored)
+    sizes = {name: held(name, tensor, requantise, float32_llm) for name, tensor in stored.items()}
 
     def of(pattern: re.Pattern[str]) -> int:
         return sum(size for name, size in sizes.items() if pattern.search(name))

@@ -304,7 +304,7 @@ class NemotronH(nn.Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The LLM's own type: float32 in float32 checkpoints, bfloat16 in bfloat16 and quantised ones."""
+        """What the LLM computes in, to which loading has brought its norms (`checkpoint.llm_is_float32`)."""
         return self.norm_f.weight.dtype
 
     def prepare(self) -> None:

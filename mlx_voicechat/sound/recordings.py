@@ -1,94 +1,31 @@
-"""PCM, recordings in and out, the stateful resampler. Arrays are numpy float32, full scale is +-1.
+"""Recordings in: any file, decoded to float32 mono while it is read.
 
-Samples are decoded to float32 and never narrowed by a cast. soundfile and soxr are imported where they are used, so
-that importing this module is cheap.
+soundfile is imported where it is used, so that importing this module is cheap.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
-import shlex
 import shutil
 import stat
-import struct
 import sys
 import tempfile
-import wave
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
-from ..errors import AudioError, InputError
+from ..errors import AudioError
 from .foreign import PatchedFile, converted, wav_repair
-
-Samples = npt.NDArray[np.float32]
+from .pcm import MAX_AMPLITUDE, Samples, shown
+from .resampler import Resampler
 
 STDIN = "-"
 INPUT_RATE_HZ = 16_000  # what the recogniser of every released checkpoint hears
 RATES_HZ = range(4_000, 768_001)  # 8..192 kHz and an octave or two on both sides; the rest are broken headers
-MAX_AMPLITUDE = 100.0  # 40 dB above full scale: no clipping, but another scale; the model's state would not recover
 PCM_SUBTYPES = {"PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "ULAW", "ALAW"}
-
-
-def pcm16(samples: npt.ArrayLike, scale: int = 32768) -> npt.NDArray[np.int16]:
-    """Float samples of any shape -> little-endian int16: clipped, then scaled and rounded; nothing wraps.
-
-    Files scale by 32768, the wire by 32767. Raises InputError on integers, AudioError on NaN.
-    """
-    x = _floats(samples)
-    if np.isnan(x).any():
-        raise AudioError("The samples to write hold NaN.")
-    return np.minimum(np.rint(np.clip(x, -1, 1) * np.float32(scale)), 32767).astype("<i2")
-
-
-def _floats(samples: npt.ArrayLike) -> Samples:
-    x = np.asarray(samples)
-    if x.dtype.kind != "f":
-        raise InputError(f"Samples must be floats in -1..1, not {x.dtype}.", "Divide integers by their full scale.")
-    with np.errstate(over="ignore"):
-        return x.astype(np.float32, copy=False)
-
-
-def _shown(path: str | Path) -> str:
-    """A path in a message of one line."""
-    return str(path) if str(path).isprintable() else repr(str(path))
-
-
-class Resampler:
-    """One mono stream from `source_hz` to `target_hz`; pieces of any size give what one call on all would give."""
-
-    def __init__(self, source_hz: int, target_hz: int) -> None:
-        self._stream: Any = None
-        self._finished = False
-        if source_hz != target_hz:
-            import soxr
-
-            self._stream = soxr.ResampleStream(source_hz, target_hz, 1, dtype="float32")
-
-    def push(self, samples: npt.ArrayLike) -> Samples:
-        """samples (S,) -> what is ready (S',), a new array, possibly empty."""
-        return self._next(_floats(samples), last=False)
-
-    def finish(self) -> Samples:
-        """The rest of the stream (S',); after it nothing may be pushed."""
-        return self._next(np.zeros(0, np.float32), last=True)
-
-    def _next(self, samples: Samples, last: bool) -> Samples:
-        if self._finished:
-            raise InputError("This resampler is finished.", "Make another for another stream.")
-        if samples.ndim != 1:
-            raise InputError(f"A resampler takes mono samples (S,), not an array of shape {samples.shape}.")
-        self._finished = last
-        return samples.copy() if self._stream is None else self._stream.resample_chunk(samples, last=last)
-
-
-# Reading
 
 
 class AudioReader:
@@ -101,7 +38,7 @@ class AudioReader:
     """
 
     def __init__(self, path: str | Path, rate_hz: int = INPUT_RATE_HZ, max_seconds: float | None = None) -> None:
-        self.name = "standard input" if str(path) == STDIN else _shown(path)
+        self.name = "standard input" if str(path) == STDIN else shown(path)
         self.rate_hz = rate_hz
         self.max_seconds = max_seconds
         self.note = ""
@@ -267,106 +204,3 @@ def read_all(path: str | Path, rate_hz: int = INPUT_RATE_HZ, max_seconds: float 
     """A whole recording as mono float32 samples (S,) at `rate_hz`. Raises AudioError."""
     with AudioReader(path, rate_hz, max_seconds) as reader:
         return reader.read_all()
-
-
-# Writing
-
-
-class WavWriter:
-    """A PCM16 WAV file that appears whole or not at all: written beside its target, renamed by `commit`.
-
-    As a context manager it commits, or aborts when the block raised. Raises AudioError, at construction already when
-    the folder is missing or cannot be written to, or the target is no regular file.
-    """
-
-    def __init__(self, path: str | Path, rate_hz: int, channels: int = 1) -> None:
-        self.path, self.rate_hz, self.channels = Path(path), rate_hz, channels
-        self._file: BinaryIO | None = None
-        try:
-            self._target = Path(os.path.realpath(path))  # a link stays, what it points to is replaced
-            self._part = self._target.parent / f".{secrets.token_hex(8)}.part"
-            mode = self._replaced_mode()
-            self._file = open(self._part, "xb")  # noqa: SIM115
-        except PermissionError:
-            raise self._fail("permission denied") from None
-        except (OSError, ValueError) as fault:
-            raise self._fail(getattr(fault, "strerror", None) or str(fault)) from None
-        with suppress(OSError):
-            if mode is not None:
-                os.chmod(self._part, mode)
-        self._wave = wave.open(self._file, "wb")  # noqa: SIM115
-        self._wave.setparams((channels, 2, rate_hz, 0, "NONE", ""))
-
-    def _fail(self, why: str, remedy: str = "") -> AudioError:
-        return AudioError(f"Cannot write {_shown(self.path)}: {why}.", remedy)
-
-    def _replaced_mode(self) -> int | None:
-        """The permissions of the file that is to be replaced, None when there is none."""
-        folder = self._target.parent
-        if not folder.is_dir():
-            raise self._fail(f"there is no folder {folder}", f"Make it first: mkdir -p {shlex.quote(str(folder))}")
-        if not self._target.exists():
-            return None
-        if self._target.is_dir():
-            raise self._fail("it is a directory", "Name a file in it.")
-        if not self._target.is_file():
-            raise self._fail("it is a device, and would be replaced by a file")
-        if not os.access(self._target, os.W_OK):
-            raise self._fail("the file there is write-protected")
-        return stat.S_IMODE(self._target.stat().st_mode)
-
-    def __enter__(self) -> WavWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None:
-            self.commit()
-        else:
-            self.abort()
-
-    def write(self, samples: npt.ArrayLike) -> None:
-        """Append float samples (S,) or (S, channels): clipped, then rounded."""
-        pcm = pcm16(samples)
-        if pcm.shape[1:] != (self.channels,) and not (pcm.ndim == self.channels == 1):
-            raise InputError(f"Samples of shape {pcm.shape} do not go into {self.channels} channel(s).")
-        if self._file is None:
-            raise InputError(f"{_shown(self.path)} is closed.")
-        try:
-            self._wave.writeframesraw(pcm.tobytes())
-        except OSError as fault:
-            raise self._fail(fault.strerror or str(fault)) from None
-
-    def commit(self) -> None:
-        """Finish the file and put it in place; nothing happens when it is already done or aborted."""
-        if self._file is None:
-            return
-        try:
-            self._wave.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            os.replace(self._part, self._target)
-            self._file = None
-        except OSError as fault:
-            raise self._fail(fault.strerror or str(fault)) from None
-        except struct.error:
-            raise self._fail("it is longer than a WAV file can be (4 GiB)") from None
-        finally:
-            self.abort()
-
-    def abort(self) -> None:
-        """Leave nothing behind, and what was there before untouched."""
-        if self._file is None:
-            return
-        file, self._file = self._file, None
-        for close in (self._wave.close, file.close):
-            with suppress(OSError, ValueError, struct.error):
-                close()
-        self._part.unlink(missing_ok=True)
-
-
-def write_wav(path: str | Path, samples: npt.ArrayLike, rate_hz: int) -> None:
-    """Write float samples (S,) or (S, channels) as a PCM16 WAV file. Raises AudioError."""
-    shape = np.shape(samples)
-    with WavWriter(path, rate_hz, shape[1] if len(shape) > 1 else 1) as writer:
-        writer.write(samples)

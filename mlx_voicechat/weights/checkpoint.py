@@ -34,6 +34,10 @@ STEP_BYTES = 256 * 2**20  # weights evaluated at once, so that what they are mad
 
 # What computes in float32 (spec, precision): the speech networks whole, and the Mamba recurrence of the LLM.
 FLOAT32 = re.compile(r"^(stt_model\.(perception|rnnt_decoder|rnnt_joint)|tts_model)\.|\.mixer\.(A_log|D|dt_bias)$")
+# What the LLM's residual stream meets: one of these wider than bfloat16, and every product after it is float32.
+STREAM = re.compile(r"^stt_model\.llm\.(norm_f|layers\.\d+\.(norm|mixer\.\w+_proj))\.")
+STREAM_AND_HEADS = re.compile(r"^stt_model\.(llm|lm_head|function_head)\.")  # widened with it; embedded rows are few
+WIDER = ("F32", "F16", "F64")  # as safetensors names them; float16 and bfloat16 meet as float32
 # Parameter paths that are not the stored names: the inverse of layout.RENAMES and of the added LSTM biases.
 STORED_NAMES: list[tuple[re.Pattern[str], tuple[str, ...]]] = [
     (re.compile(r"\.lstm\.layers\.(\d+)\.Wx$"), (r".lstm.weight_ih_l\1",)),
@@ -92,7 +96,8 @@ def load_parameters(folder: Path, config: ModelConfig, tokenizer: Tokenizer | No
         weights |= _read(folder / file)
     whole = {name: array for name, array in weights.items() if _fits(name, weights, stored, config)}
     assembled = layout.assemble(whole, torch_layout)
-    parameters = Parameters({path: settle(path, array) for path, array in assembled.items()}, folder, stored)
+    wide = llm_is_float32(stored)
+    parameters = Parameters({path: settle(path, array, wide) for path, array in assembled.items()}, folder, stored)
     if config.speaker not in (voices := voice_names(parameters)):
         raise CheckpointError(
             f"{folder}: the speaker of config.json, {config.speaker!r}, has no {VOICE_PREFIX}* of its own.",
@@ -112,11 +117,24 @@ def stored_format(folder: Path) -> int:
     return version
 
 
-def settle(path: str, array: mx.array) -> mx.array:
+def llm_is_float32(stored: Mapping[str, Stored]) -> bool:
+    """Whether the LLM computes in float32 rather than bfloat16: by what is stored, scales and biases among it.
+
+    The published 4-bit and 8-bit checkpoints have float32 scales beside bfloat16 norms (spec: checkpoint.md).
+    """
+    return any(entry.dtype in WIDER and STREAM.match(name) for name, entry in stored.items())
+
+
+def is_widened(name: str, float32_llm: bool) -> bool:
+    """Whether a floating-point tensor or parameter of this name becomes float32 when it is loaded."""
+    return FLOAT32.search(name) is not None or (float32_llm and STREAM_AND_HEADS.match(name) is not None)
+
+
+def settle(path: str, array: mx.array, float32_llm: bool) -> mx.array:
     """A tensor in the type it computes in and contiguous: no frame may cast or copy a weight. Widening is exact."""
     if array.dtype in (mx.int64, mx.uint64):
         array = array.astype(mx.int32)
-    elif array.dtype == mx.float64 or (mx.issubdtype(array.dtype, mx.floating) and FLOAT32.search(path)):
+    elif array.dtype == mx.float64 or (mx.issubdtype(array.dtype, mx.floating) and is_widened(path, float32_llm)):
         array = array.astype(mx.float32)
     return mx.contiguous(array)
 
@@ -148,8 +166,6 @@ def check(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, mx.array
     if not faults:
         return
     remedy = "The checkpoint and its config.json do not belong together, or it is of another model: get it again."
-    if any(name.endswith(".scales") for name in unknown):
-        remedy = "These modules are quantised, but `quantization` in config.json does not name them: get it again."
     place = f"{actual.folder}: " if isinstance(actual, Parameters) else ""
     raise CheckpointError(f"{place}tensors {'; '.join(faults)}.", remedy)
 

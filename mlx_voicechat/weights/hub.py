@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import read_config
+from ..config import check_config
 from ..errors import CheckpointError, HubError, InputError
 from . import hub_cache
 from .hub_cache import BASE_PATTERNS, COMMIT, NEEDED, ORIGINAL_PATTERNS, PARTIAL, PATTERNS, REPEAT, matches
@@ -58,7 +58,7 @@ def locate(repository: str, say: Callable[[str], None]) -> Path:
 
     A config that is another model's, or the original's, stops it before any weights are fetched. Otherwise `fetch`.
     """
-    read_config(fetch(repository, None, ["config.json"], lambda _: None))
+    check_config(fetch(repository, None, ["config.json"], lambda _: None))
     return fetch(repository, None, PATTERNS, say)
 
 

@@ -41,6 +41,14 @@ def tensors(config: ModelConfig, voices: Sequence[str] | None = None) -> dict[st
     return table | {prefix + name: shape for prefix, part in parts.items() for name, shape in part.items()}
 
 
+def originals(config: ModelConfig, voices: Sequence[str] | None = None) -> dict[str, Shape]:
+    """`tensors`, and the buffers of NeMo's featurizer, which NVIDIA's file and the published ones carry unused."""
+    featurizer = "stt_model.perception.preprocessor.featurizer."
+    mel = config.mel
+    buffers: dict[str, Shape] = {"fb": (1, mel.features, mel.n_fft // 2 + 1), "window": (mel.window_samples,)}
+    return tensors(config, voices) | {featurizer + name: shape for name, shape in buffers.items()}
+
+
 def _norm(name: str, width: int) -> dict[str, Shape]:
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 

@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+SINGLE_SHARD = "model-00001-of-00001.safetensors"  # whole by its own name, so that it needs no index
 GET_AGAIN = "The download was interrupted: repeat it, or the command that started it."
 NAMED_AT_MOST = 5  # tensors or files spelled out in a message; the rest is counted
 _PREFIX_BYTES = 8  # safetensors: the header's length, little-endian, then the header, then the data
@@ -44,8 +45,9 @@ def files(folder: Path) -> list[str]:
     """Names of the safetensors files that make up the checkpoint; raises CheckpointError when one is absent."""
     index = folder / INDEX_FILE
     if not index.is_file():
-        if (folder / SINGLE_FILE).is_file():
-            return [SINGLE_FILE]
+        for name in (SINGLE_FILE, SINGLE_SHARD):
+            if (folder / name).is_file():
+                return [name]
         if any(folder.glob("model-*.safetensors")):
             raise CheckpointError(f"{folder} has safetensors shards but no {INDEX_FILE}.", GET_AGAIN)
         raise CheckpointError(f"{folder} has no weights: neither {INDEX_FILE} nor {SINGLE_FILE}.", GET_AGAIN)

@@ -91,7 +91,10 @@ def write_random(kind: Kind, out: Path, seed: int = 0) -> Path:
 def write(
     raw: dict[str, Any], out: Path, seed: int = 0, *, bits: int | None = None, voices: Sequence[str] | None = None
 ) -> Path:
-    """Write a random checkpoint of the runtime config `raw`: float32, or bfloat16 with an LLM quantised to `bits`."""
+    """Write a random checkpoint of the runtime config `raw`: float32, or bfloat16 with an LLM quantised to `bits`.
+
+    A quantised one has the published checkpoints' form: one setting for all layers, float32 scales, NeMo's buffers too.
+    """
     if seed < 0:
         raise InputError(f"The seed is {seed}, it must be 0 or more.")
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
@@ -101,7 +104,8 @@ def write(
     config = parse_config(raw)
     tokens = vocabulary(config.llm.vocab_size)
     plan: list[_Planned] = []
-    for name, shape in sorted(inventory.tensors(config, voices).items()):
+    shapes = inventory.originals(config, voices) if bits else inventory.tensors(config, voices)
+    for name, shape in sorted(shapes.items()):
         plan += _plan(name, shape, config, tokens, seed, bits)
     needed, free = sum(tensor.bytes for tensor in plan), shutil.disk_usage(out.parent).free
     if needed > free:
@@ -109,7 +113,7 @@ def write(
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         partial.chmod(0o755)
-        _write_json(partial / "config.json", _config(raw, plan, bits))
+        _write_json(partial / "config.json", _config(raw, bits))
         _write_tokenizer(partial, tokens)
         _write_shards(partial, plan)
         os.replace(partial, out)
@@ -126,13 +130,9 @@ def vocabulary(size: int) -> list[str]:
     return [*SPECIALS, *letters, *words][:size]
 
 
-def _config(raw: dict[str, Any], plan: list[_Planned], bits: int | None) -> dict[str, Any]:
-    config = raw | {"synthetic": True}
-    if bits:
-        entry = {"group_size": GROUP_SIZE, "bits": bits}
-        layers = {tensor.name.removesuffix(".scales"): entry for tensor in plan if tensor.name.endswith(".scales")}
-        config["quantization"] = entry | layers
-    return config
+def _config(raw: dict[str, Any], bits: int | None) -> dict[str, Any]:
+    quantization = {"quantization": {"group_size": GROUP_SIZE, "bits": bits}} if bits else {}
+    return raw | {"synthetic": True} | quantization
 
 
 def _plan(
@@ -168,8 +168,8 @@ def _plan_quantised(
         return (factor * jitter).astype(np.float32)
 
     yield _Planned(f"{layer}.weight", "U32", words, draw_words)
-    yield _Planned(f"{layer}.scales", "BF16", groups, lambda: draw_scales(scale))
-    yield _Planned(f"{layer}.biases", "BF16", groups, lambda: draw_scales(-scale * steps / 2))
+    yield _Planned(f"{layer}.scales", "F32", groups, lambda: draw_scales(scale))
+    yield _Planned(f"{layer}.biases", "F32", groups, lambda: draw_scales(-scale * steps / 2))
 
 
 def _integers(name: str, config: ModelConfig, tokens: list[str], rng: np.random.Generator) -> np.ndarray:

@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from mlx_voicechat import AudioFrame, Cancelled, Done, Event, FunctionDelta, TextDelta, TranscriptDelta
-from mlx_voicechat.sound.recordings import pcm16
+from mlx_voicechat.sound.pcm import pcm16
 
 WAIT_SECONDS = 20
 FRAME_SAMPLES = 1280
