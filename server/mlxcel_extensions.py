@@ -40,7 +40,7 @@ class TurnEnds:
 
 # Of sessions with tools or turns; a client is told of the first three, if it asked.
 OF_TOOLS = (FunctionCall, FunctionFailed, FunctionApplied)
-EXTENSIONS = (*OF_TOOLS, OnHold, TurnEnds, TurnOpened, TurnClosed, SettleTimeout)
+EXTENSIONS = (*OF_TOOLS, OnHold, TurnEnds, TurnOpened, TurnClosed, SettleTimeout, messages.Answering)
 
 
 def turns_asked(session: Mapping[str, Any]) -> tuple[bool, messages.Owner]:

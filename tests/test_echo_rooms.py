@@ -20,7 +20,7 @@ from tests.support.rooms import Room, nine
 
 pytest.importorskip("livekit", reason="the package livekit is not installed")
 
-from mlx_voicechat.sound.echo import EchoCanceller  # noqa: E402
+from mlx_voicechat.sound.echo import EchoCanceller
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[1] / "examples"
