@@ -46,6 +46,7 @@ class LocalServer:
         voice: str | None,
         max_audio_seconds: float,
         tools: tuple[Tool, ...] = (),
+        wait_for_tools: bool = False,
     ) -> tuple[str, str]:
         """Serve what `load` gives; returns address and key once it is warm. Raises what loading raises."""
         import secrets
@@ -60,7 +61,12 @@ class LocalServer:
             logging.getLogger(name).setLevel(logging.ERROR)
         key = secrets.token_urlsafe(32)  # nobody else on this machine takes the one slot
         settings = ServerSettings(
-            model=model, api_key=key, voice=voice, max_audio_seconds=max_audio_seconds, tools=tools
+            model=model,
+            api_key=key,
+            voice=voice,
+            max_audio_seconds=max_audio_seconds,
+            tools=tools,
+            wait_for_tools=wait_for_tools,
         )
         self._listener = listen(settings.host, 0)
         self._engine = Engine(load, settings)

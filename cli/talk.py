@@ -149,7 +149,9 @@ def talk(
         else:
             dialogue = _recital(files, file, max_seconds, extra_decoding_seconds, fast)
         if url is None:
-            url, api_key = here.start(model, load, voice, max_seconds + extra_decoding_seconds, sources.tools)
+            url, api_key = here.start(
+                model, load, voice, max_seconds + extra_decoding_seconds, sources.tools, wait_for_tools=fast
+            )
         call.hold(dialogue, url, api_key)
 
 

@@ -41,7 +41,8 @@ class Open:
     """Open the session; its seconds are at most `max_seconds`. A session that is open already is opened anew.
 
     Without `pace` the audio alone is its time, and a model's turn is not told. `turns`: who owns them. A tool with a
-    callable runs here, any other at the client. `history`: a line for each turn so far, which the prompt ends with.
+    callable runs here, with `wait_for_tools` before the next frame; any other at the client. `history`: a line for each
+    turn so far, which the prompt ends with.
     """
 
     system_prompt: str | None
@@ -51,6 +52,7 @@ class Open:
     turns: Owner = "model"
     pace: Pace | None = None
     history: tuple[str, ...] = ()
+    wait_for_tools: bool = False
 
     @property
     def stepped(self) -> bool:

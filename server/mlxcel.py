@@ -35,7 +35,6 @@ from mlx_voicechat.sound.pcm import pcm16
 
 if TYPE_CHECKING:
     from mlx_voicechat.server.engine import Engine
-    from mlx_voicechat.tools import Tool
 
 WIRE_SCALE = 32767
 AUDIO = "audio must be base64 of little-endian 16-bit PCM"
@@ -85,9 +84,7 @@ class Pong:
 # -- messages of the client --------------------------------------------------------------------------------------------
 
 
-def session_options(
-    message: dict[str, Any], most_seconds: float, tools: tuple[Tool, ...] = ()
-) -> tuple[messages.Open, bool]:
+def session_options(message: dict[str, Any], settings: ServerSettings) -> tuple[messages.Open, bool]:
     """What `session.update` asks for, and whether with extensions. Raises Wrong."""
 
     def need(condition: bool, expected: str, value: object) -> None:
@@ -103,15 +100,16 @@ def session_options(
         raise Wrong("session_initialization_failed", f"session.system_prompt is longer than {limit}.")
     seed = 0 if seed is None else seed
     need(is_integer(seed) and seed >= 0, "session.seed must be an integer of at least 0", seed)
-    seconds = most_seconds if seconds is None else seconds
+    seconds = settings.max_audio_seconds if seconds is None else seconds
     numeric = is_integer(seconds) or isinstance(seconds, float)
     need(numeric and seconds > 0, "session.max_streaming_seconds must be a number above 0", seconds)
     try:
         extensions, turns = turns_asked(session)
     except ValueError as fault:
         raise Wrong("session_initialization_failed", str(fault)) from None
-    seconds = float(min(seconds, most_seconds))
-    return messages.Open(prompt, seed, seconds, tools, turns), extensions
+    seconds = float(min(seconds, settings.max_audio_seconds))
+    opening = messages.Open(prompt, seed, seconds, settings.tools, turns, wait_for_tools=settings.wait_for_tools)
+    return opening, extensions
 
 
 def audio_samples(message: dict[str, Any], rate_hz: int) -> bytes:
@@ -211,7 +209,7 @@ class Mlxcel(Connection):
     def _update(self, message: dict[str, Any], event_id: str | None) -> None:
         after = self._after(UPDATE)
         self._setup_from = self.loop.time()
-        options, self._extensions = session_options(message, self.settings.max_audio_seconds, self.settings.tools)
+        options, self._extensions = session_options(message, self.settings)
         self._own_turns = options.turns == "application"
         self._update_id = event_id
         self.slot = self.engine.reserve(options, self._deliver)

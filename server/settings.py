@@ -80,6 +80,7 @@ class ServerSettings:
     )
 
     tools: tuple[Tool, ...] = ()  # for clients that bring none; each with what calls it
+    wait_for_tools: bool = False  # for a client that is faster than real time
 
     @property
     def model_id(self) -> str:

@@ -1,0 +1,81 @@
+"""The page with the server itself: a spoken question, a tool called, the answer with its result; and push to talk.
+
+Skipped where there is no Chromium, and without the package `mcp`.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile as sf
+
+from tests.support.chromium import Page
+from tests.support.page_checks import captions, played, talk
+from tests.support.server import serve_process
+
+pytest.importorskip("mcp", reason="the extra tools is not installed")
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+MCP = shlex.join([sys.executable, str(EXAMPLES / "mcp_server.py")])
+CALL = 'get_weather(city="Paris") → {"city": "Paris", "weather": "sunny"}'
+ANSWER = "It is sunny in Paris."
+
+
+@pytest.fixture(scope="module")
+def microphone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A question that needs a tool, again and again, between faint noise."""
+    question, rate = sf.read(EXAMPLES / "what_is_the_weather_in_paris_f4.wav", dtype="int16")
+    noise = np.random.default_rng(0).integers(-3, 4, 8 * rate).astype(np.int16)
+    path = tmp_path_factory.mktemp("microphone") / "question.wav"
+    sf.write(path, np.concatenate([noise[:rate], question, noise]), rate)
+    return path
+
+
+def said(page: Page, text: str) -> str:
+    return f"document.getElementById('captions').textContent.includes({text!r})"
+
+
+def test_a_spoken_question_is_answered_with_a_tools_result(page: Page) -> None:
+    with serve_process("--model", "tiny", "--mcp", MCP) as server:
+        talk(page, f"{server.url}/")
+        page.wait(said(page, ANSWER))
+        assert captions(page)[:3] == [
+            ["You", "What is the weather in Paris?"],
+            ["Tool", CALL],
+            ["Assistant", ANSWER],
+        ]
+        page.wait_state("speaking")
+        page.wait_state("listening")
+        samples, rate = played(page)
+        assert (np.abs(samples) > 0.02).sum() > 0.2 * rate  # it is heard, not only read
+        page.click("#stop")
+        page.wait_state("ready")
+    assert page.complaints == []
+
+
+def test_push_to_talk(page: Page) -> None:
+    with serve_process("--model", "tiny", "--mcp", MCP) as server:
+        page.open(f"{server.url}/")
+        page.wait_state("ready")
+        page.click("#push-to-talk")
+        page.click("#talk")
+        page.wait_state("waiting")
+        for count in (1, 2):
+            page.click("#turn")
+            page.wait_state("listening")
+            heard = (
+                "[...document.querySelectorAll('.turn.user')].filter((t) => t.textContent.includes('Paris?')).length"
+            )
+            page.wait(f"{heard} === {count}")
+            page.click("#turn")
+            spoken = "[...document.querySelectorAll('.turn.assistant')].filter((t) => t.textContent.includes('Paris.'))"
+            page.wait(f"{spoken}.length === {count}")
+            page.wait_state("speaking")
+            page.wait_state("waiting")
+        page.click("#stop")
+        page.wait_state("ready")
+        turns = [turn for turn in captions(page) if turn[0] != "You"]
+        assert turns == [["Tool", CALL], ["Assistant", ANSWER]] * 2
+    assert page.complaints == []
