@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
@@ -9,11 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 import mlx.core as mx
 import numpy as np
 
+from .errors import InputError
 from .networks.codec import CodecState
 from .networks.conformer import PerceptionState
 from .networks.duplex_lm import LlmState
 from .networks.ear_tts import TtsState
 from .networks.rnnt import RnntState
+from .options import brief
 
 NO_FORCE = -1  # not a token id: the model's own choice stands
 
@@ -104,6 +108,45 @@ class Frame:
     samples: np.ndarray
     codes: tuple[int, ...]
     refused: bool = False
+
+
+class Forcing:
+    """The ids that a caller forces; `vocab_size` is the text vocabulary's."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.text: int | None = None  # of the next frame
+        self.functions: deque[int] = deque()  # of the next positions
+        self._vocab_size = vocab_size
+
+    def force(self, text: int | None, function: int | Sequence[int] | None) -> None:
+        """Force a channel, or with None leave it as it was. Raises InputError for what is no token id."""
+        several: list[Any] = list(function) if isinstance(function, list | tuple) else [function]
+        for name, token in [("text", text), *(("function", each) for each in several)]:
+            valid = (
+                isinstance(token, int | np.integer) and not isinstance(token, bool) and 0 <= token < self._vocab_size
+            )
+            if token is not None and not valid:
+                last = self._vocab_size - 1
+                raise InputError(f"force({name}={brief(token)}): a token id is an integer in 0..{last}.")
+        if text is not None:
+            self.text = int(text)
+        if function is not None:
+            self.functions = deque(int(token) for token in several)
+
+    @property
+    def function(self) -> int | None:
+        """The function id of the next position."""
+        return self.functions[0] if self.functions else None
+
+    def frame_ran(self, override: Override) -> None:
+        """A frame ran with this override: what it took of the forced ids is used up."""
+        self.text = None
+        if self.functions and override.function == self.functions[0]:
+            self.functions.popleft()
+
+    def position_ran(self) -> None:
+        """A position without audio took the next function id."""
+        self.functions.popleft()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -170,13 +171,8 @@ class Model:
         says how often the prompt stands there.
         """
         prompt = prompt if prompt.strip() else ""
-        key = (
-            prompt,
-            copies,
-            self.config.speaker if voice is None else voice,
-            guidance_scale,
-            seed if prompt else None,
-        )
+        chosen = self.config.speaker if voice is None else voice
+        key = (prompt, copies, chosen, guidance_scale, seed if prompt else None)
         keep = seed is not None or not prompt
         state = self._openings.get(key) if keep else None
         if state is None:
@@ -287,9 +283,10 @@ class Model:
         first = self.rnnt.first(heard.encoded, state.rnnt)
         stage("rnnt", first)
         codes = self._speak(mx.array([spoken]), state, draws)
-        return self._emit(codes, first, None, state, stage)
+        frame = self._emit(codes, first, None, state, stage)
+        return replace(frame, text_id=self.config.pad_id, function_id=self.config.pad_id)
 
-    def think(self, function_ids: Sequence[int], state: State, audio: mx.array) -> int:
+    def think(self, function_ids: tuple[int, ...], state: State, audio: mx.array) -> int:
         """Positions of the language model between two frames, text PAD, that hear `audio` (1, 1, H); one evaluation.
 
         `function_ids` are forced, one a position; none is one position that chooses its own. Returns the last one's id.

@@ -22,18 +22,25 @@ from .events import (
     Done,
     Event,
     FunctionCall,
-    FunctionDelta,
     LimitReached,
-    TextDelta,
-    TranscriptDelta,
 )
-from .frame import NO_FORCE, Calls, Draws, Frame, FrameRequest, Override, PositionsRequest, Request, SpeechRequest
+from .frame import (
+    NO_FORCE,
+    Forcing,
+    Frame,
+    FrameRequest,
+    Heard,
+    Override,
+    PositionsRequest,
+    Request,
+    SpeechRequest,
+)
 from .gauges.profile import Profile
-from .hearing import Hearing, Piece
-from .noise import given_draws, seeded_draws
+from .noise import draws_from
 from .options import SessionOptions, brief
+from .sound.hearing import Hearing, Piece
 from .sound.samples import dbfs
-from .text import IncrementalDecoder, TranscriptText
+from .text import Captions
 from .tools.channel import Channel
 from .tools.prompt import prompt_with_tools
 from .turns import Ids, Passed, Phase, Turns
@@ -56,33 +63,32 @@ class Session:
         config = model.config
         self.model = model
         self.options = options
+        self.seed = int(options.seed)
+        self.max_seconds = None if options.max_seconds is None else float(options.max_seconds)
         self.profile = Profile(config.budget_ms) if options.profile else None
         self.frames = 0
         self.closed = False
-        self._quiet_ids = config.quiet_ids
-        self._text = IncrementalDecoder(model.tokenizer)
-        self._function = IncrementalDecoder(model.tokenizer)
-        self._new_transcript()
-        self._hearing = Hearing(config.frame_samples_in, config.input_rate_hz, options.max_seconds)
+        self._captions = Captions(config, model.tokenizer)
+        self._hearing = Hearing(config.frame_samples_in, config.input_rate_hz, self.max_seconds)
         self._undelivered: deque[Event] = deque()  # of frames that are done
         self._busy = False
         self._request: Request | None = None
-        self._forced_text: int | None = None
-        self._forced_functions: deque[int] = deque()
+        self._forcing = Forcing(config.llm.vocab_size)
         self._turn_open = False
         self._observers: list[Callable[[Frame], None]] = []
-        self._channel = Channel.of(model, options)
+        self._draws = draws_from(config.tts, self.seed, options.noise)
+        self._channel = Channel(model, options)
         self._turns = Turns(
             Ids(config.bos_id, config.eos_id, config.pad_id),
             application=options.turns == "application",
-            tools=self._channel is not None,
+            tools=self._channel.tools,
             told=options.turn_events,
             longest_frames=None if options.longest_turn is None else round(options.longest_turn / config.frame_seconds),
         )
         prompt = config.default_system_prompt if options.system_prompt is None else options.system_prompt
         prompt = prompt_with_tools(prompt, options.tools, options.tool_key_order)
         scale = config.tts.guidance_scale if options.guidance_scale is None else float(options.guidance_scale)
-        seed = int(options.seed) if options.noise is None else None
+        seed = self.seed if options.noise is None else None
         self._opening = model.open(prompt, options.voice, scale, self._draws, seed, options.prompt_copies)
 
     def open(self) -> Generator[None, None, None]:
@@ -94,17 +100,17 @@ class Session:
     @property
     def transcript(self) -> str:
         """What the user said so far; in turns that the application owns, in this turn."""
-        return self._transcript.text
+        return self._captions.transcript
 
     @property
     def text(self) -> str:
         """What the assistant said so far."""
-        return self._text.text
+        return self._captions.text
 
     @property
     def function(self) -> str:
         """The function channel so far."""
-        return self._function.text
+        return self._captions.function
 
     @property
     def speaking(self) -> bool:
@@ -124,25 +130,23 @@ class Session:
     @property
     def calls(self) -> tuple[FunctionCall, ...]:
         """The tool calls that wait for `give` or `refuse`."""
-        return () if self._channel is None else self._channel.asked
+        return self._channel.asked
 
     @property
     def in_cycle(self) -> bool:
         """Whether a tool call is written, waits for its result, or is being told it."""
-        return self._channel is not None and self._channel.cycle.active
+        return self._channel.active
 
     @property
     def results_pending(self) -> bool:
         """Whether the function of a tool still runs."""
-        return self._channel is not None and self._channel.runner.pending
+        return self._channel.runner.pending
 
     @property
     def runnable(self) -> bool:
         """Whether `step` has something to do now."""
-        channel = self._channel
-        if self._undelivered or (channel is not None and (channel.between_frames or channel.runner.due)):
-            return True
-        return self._frame_waits or self._hearing.limit_due
+        ready = self._channel.between_frames or self._channel.runner.due
+        return bool(self._undelivered) or ready or self._frame_waits or self._hearing.limit_due
 
     # -- audio ---------------------------------------------------------------------------------------------------
 
@@ -168,9 +172,7 @@ class Session:
         """Add samples as `push` does, and run nothing: `step` does."""
         self._require_idle()
         if self.limited:
-            raise LimitError(
-                f"The session's limit of {self.options.max_seconds:g} s is reached.", "Open a new session."
-            )
+            raise LimitError(f"The session's limit of {self.max_seconds:g} s is reached.", "Open a new session.")
         if isinstance(samples, mx.array) and mx.issubdtype(samples.dtype, mx.floating):
             samples = samples.astype(mx.float32)  # numpy has no bfloat16
         self._hearing.add(samples, rate_hz)
@@ -202,8 +204,7 @@ class Session:
 
     def _close(self) -> list[Event]:
         """What is open ends with the session."""
-        events = self._drop_cycle()
-        events += self._turns.close(self.frames - 1)
+        events = [*self._channel.drop(self.frames - 1), *self._turns.close(self.frames - 1)]
         self.closed = True
         return events
 
@@ -215,16 +216,7 @@ class Session:
         BOS opens the agent's turn, EOS ends it, PAD keeps it silent. Several function ids are taken one a position.
         """
         self._require_open()
-        several = function if isinstance(function, list | tuple) else [] if function is None else [function]
-        vocabulary = self.model.config.llm.vocab_size
-        for name, token in [("text", text), *(("function", each) for each in several)]:
-            valid = isinstance(token, int | np.integer) and not isinstance(token, bool) and 0 <= token < vocabulary
-            if token is not None and not valid:
-                raise InputError(f"force({name}={brief(token)}): a token id is an integer in 0..{vocabulary - 1}.")
-        if text is not None:
-            self._forced_text = int(text)
-        if function is not None:
-            self._forced_functions = deque(int(token) for token in several)
+        self._forcing.force(text, function)
 
     # -- tools and turns -----------------------------------------------------------------------------------------
 
@@ -233,20 +225,21 @@ class Session:
 
         Raises InputError for a call that is not open and for more than 16 KiB or 128 tokens; the call stays open.
         """
-        self._open_channel().cycle.give(call_id, result)
+        self._require_open()
+        self._channel.cycle.give(call_id, result)
 
     def refuse(self, call_id: str, why: str) -> None:
         """A tool call that will not be run: the model gets `{"error": why}`. Raises InputError if it is not open."""
-        self._open_channel().cycle.refuse(call_id, str(why))
+        self._require_open()
+        self._channel.cycle.refuse(call_id, str(why))
 
     def on_ready(self, callback: Callable[[], None]) -> None:
         """Have `callback` called, on a tool's thread, when its function has ended and `step` has something to do."""
-        if self._channel is not None:
-            self._channel.runner.ready = callback
+        self._channel.runner.ready = callback
 
     def wait_results(self, seconds: float | None = None) -> bool:
         """Wait until the function of a tool has ended or run out of time; False when `seconds` are over before."""
-        return self._channel is None or self._channel.runner.wait(seconds)
+        return self._channel.runner.wait(seconds)
 
     def begin_turn(self) -> None:
         """The user's turn begins. A turn of the agent, or a tool call, is driven to its end first: EOS, then frames of
@@ -254,10 +247,10 @@ class Session:
         """
         self._require_open()
         in_cycle = self.in_cycle
-        self._undelivered.extend(self._drop_cycle())
+        self._undelivered.extend(self._channel.drop(self.frames - 1))
         if self._turns.begin(in_cycle):
-            self._turn_transcript_starts()
-        self._new_user_turn()
+            self._captions.new_turn(forget=self._turns.application)
+        self._channel.new_turn()
 
     def end_turn(self, patience_frames: int = 0) -> None:
         """The user's turn ends: what waits is heard, frames of zeros let the transcript settle, then BOS.
@@ -278,30 +271,8 @@ class Session:
     def interrupt(self) -> None:
         """EOS at the next frame; a tool call is dropped."""
         self._require_open()
-        self._undelivered.extend(self._drop_cycle())
+        self._undelivered.extend(self._channel.drop(self.frames - 1))
         self._turns.interrupt()
-
-    def _open_channel(self) -> Channel:
-        self._require_open()
-        if self._channel is None:
-            raise InputError("The session has no tools.", "Open it with tools=[...].")
-        return self._channel
-
-    def _drop_cycle(self) -> list[Event]:
-        return [] if self._channel is None else self._channel.drop(self.frames - 1)
-
-    def _new_user_turn(self) -> None:
-        if self._channel is not None:
-            self._channel.cycle.new_turn()
-
-    def _new_transcript(self) -> None:
-        self._transcript = TranscriptText(self.model.config.rnnt.pieces)
-        self._turn_start = 0  # of the transcript's text
-
-    def _turn_transcript_starts(self) -> None:
-        self._turn_start = len(self._transcript.text)
-        if self._turns.application:
-            self._new_transcript()
 
     # -- requests and outcomes -----------------------------------------------------------------------------------
 
@@ -311,7 +282,7 @@ class Session:
         `push`, `feed` and `step` do both. An engine may run the requests of several sessions together.
         """
         with self._inside():
-            self._collect_results()
+            self._undelivered.extend(self._channel.collect(self.frames - 1))
             self._request = self._next_request(block_frames)
             return self._request
 
@@ -325,20 +296,21 @@ class Session:
 
     def _next_request(self, block_frames: int) -> Request | None:
         channel = self._channel
-        if channel is not None and channel.between_frames:
-            ids = channel.run_ids or tuple(self._forced_functions)[:1]
+        if channel.between_frames:
+            ids = channel.run_ids or tuple(self._forcing.functions)[:1]
             return PositionsRequest(ids, self.model.between(self.options.tool_audio))
         if not self._frame_waits:
             return None
         zero = self._turns.zero_frame(self._hearing.waits_in_turn)
         ahead = 1 if self._turns.application else min(block_frames, self.model.block_frames)
-        piece = self._hearing.next_piece(
-            zero, ahead, lambda samples: self.model.hear(mx.array(samples)[None], self.state)
-        )
+        piece = self._hearing.next_piece(zero, ahead, self._hear)
         draws = self._draws(self.state.steps) if self.state.position else None
-        if channel is not None and channel.stands_still and draws is not None:
+        if channel.stands_still and draws is not None:
             return SpeechRequest(piece.heard, draws, channel.cycle.spoken)
         return FrameRequest(piece.heard, draws, self._override())
+
+    def _hear(self, samples: np.ndarray) -> list[Heard]:
+        return self.model.hear(mx.array(samples)[None], self.state)
 
     @property
     def _frame_waits(self) -> bool:
@@ -346,27 +318,14 @@ class Session:
 
     def _override(self) -> Override:
         """What replaces the model's own choice in the next frame: turns first, then a tool cycle, then `force`."""
-        channel, turns = self._channel, self._turns.forced(self.in_cycle)
-        text, function, spoken, calls = turns.text, turns.function, NO_FORCE, Calls.FREE
-        if channel is not None:
-            calls = Calls.REFUSE if channel.cycle.exhausted and not channel.cycle.active else Calls.SILENCE
-            if channel.cycle.active:
-                text = channel.pad_id if text is None else text
-                function = channel.forced_id if function is None else function
-                spoken = channel.cycle.spoken if channel.cycle.waiting else NO_FORCE
-        text = self._forced_text if text is None else text
-        if function is None and self._forced_functions:
-            function = self._forced_functions[0]
-        ids = (NO_FORCE if token is None else token for token in (text, function, spoken))
-        return Override(*ids, turns.held_back, calls)
+        turns, cycle = self._turns.forced(self.in_cycle), self._channel.forced()
 
-    def _draws(self, step: int) -> Draws:
-        """The sampler's noise of one TTS step: the caller's, or drawn from the seed and the step alone."""
-        mog, tts = self.model.config.tts.mog, self.model.config.tts
-        shapes = (len(tts.pass_counts), mog.num_predictions), (len(tts.pass_counts), tts.latent_size)
-        if self.options.noise is None:
-            return seeded_draws(int(self.options.seed), step, *shapes)
-        return given_draws(self.options.noise, step, *shapes)
+        def first(*ids: int | None) -> int:
+            return next((token for token in ids if token is not None), NO_FORCE)
+
+        text = first(turns.text, cycle.text, self._forcing.text)
+        function = first(turns.function, cycle.function, self._forcing.function)
+        return Override(text, function, first(cycle.spoken), turns.held_back, cycle.calls)
 
     # -- frames --------------------------------------------------------------------------------------------------
 
@@ -390,7 +349,7 @@ class Session:
         self._require_idle()
         if self.profile:
             self.profile.start()
-        if self._channel is not None and self.options.wait_for_tools:
+        if self.options.wait_for_tools:
             self._channel.wait()
         request = self.next_request(block_frames)
         if request is not None:
@@ -399,29 +358,31 @@ class Session:
             return True
         if self._hearing.limit_due:
             self._hearing.limit_due = False
-            self._undelivered.append(LimitReached(self.frames, float(self.options.max_seconds or 0.0)))
+            self._undelivered.append(LimitReached(self.frames, self.max_seconds or 0.0))
             return True
         return False
 
     def _take(self, outcome: Frame | int) -> None:
         request, self._request = self._request, None
         if isinstance(request, PositionsRequest):
-            assert self._channel is not None and isinstance(outcome, int)
+            assert isinstance(outcome, int)
             if request.function_ids and not self._channel.run_ids:
-                self._forced_functions.popleft()
+                self._forcing.position_ran()
             for token in request.function_ids or (outcome,):
-                self._undelivered.extend(self._function_events(token, self.frames - 1))
+                self._undelivered.extend(self._captions.called(token, self.frames - 1))
                 self._undelivered.extend(self._channel.cycle.took(token, self.frames - 1))
             self._watch_repetition()
             return
-        assert isinstance(outcome, Frame) and request is not None
+        assert isinstance(outcome, Frame)
+        assert request is not None
         piece = self._hearing.done()
         if not np.isfinite(outcome.samples).all():
             raise VoiceChatError(
                 f"The model computed NaN or infinity in frame {self.frames}.",
                 f"The checkpoint {self.model.name} is probably damaged: get it again.",
             )
-        self._forget_forced(request)
+        if isinstance(request, FrameRequest):  # of the others, the language model takes no part in a frame
+            self._forcing.frame_ran(request.override)
         self._undelivered.extend(self._events(outcome, piece, isinstance(request, SpeechRequest)))
         self._watch_repetition()
         if self.profile:
@@ -431,71 +392,38 @@ class Session:
 
     def _watch_repetition(self) -> None:
         """A watchdog of application turns: a call that begins again and again."""
-        if self._turns.application and self._channel is not None and self._channel.cycle.repeats:
-            self._undelivered.extend(self._drop_cycle())
+        if self._turns.application and self._channel.repeats:
+            self._undelivered.extend(self._channel.drop(self.frames - 1))
             self._turns.give_up(CloseReason.FUNCTION_REPETITION)
-
-    def _forget_forced(self, request: Request) -> None:
-        if isinstance(request, SpeechRequest):
-            return  # they wait for a frame of the language model
-        assert isinstance(request, FrameRequest)
-        self._forced_text = None
-        if self._forced_functions and request.override.function == self._forced_functions[0]:
-            self._forced_functions.popleft()
-
-    def _collect_results(self) -> None:
-        if self._channel is not None:
-            self._undelivered.extend(self._channel.collect(self.frames - 1))
 
     def _events(self, frame: Frame, piece: Piece, still: bool) -> Iterable[Event]:
         index, self.frames = self.frames, self.frames + 1
-        cancelled = self._turns.cancelled
-        events: list[Event] = []
-        if frame.symbols:
-            delta = self._transcript.push(frame.symbols)
-            events.append(TranscriptDelta(index, delta, self._transcript.text))
-            if not self._turns.application:
-                self._new_user_turn()
+        captions, config, cancelled = self._captions, self.model.config, self._turns.cancelled
+        events: list[Event] = [*captions.heard(frame.symbols, index)]
+        if events and not self._turns.application:
+            self._channel.new_turn()
         was_active = self.in_cycle
-        called = [] if self._channel is None else self._channel.passed(frame, index, still)
+        called = self._channel.passed(frame, index, still)
         passed = Passed(
             frame_index=index,
             text_id=frame.text_id,
-            text=frame.text_id not in self._quiet_ids,
-            function=frame.function_id not in self._quiet_ids,
+            text=captions.says(frame.text_id),
+            function=captions.says(frame.function_id),
             spoke=bool(frame.symbols),
             loud=piece.loud,
             zero=piece.zero,
             cycle=self.in_cycle,
             called=self.in_cycle and not was_active,
         )
-        said = self._transcript.text[self._turn_start :].strip()
         openings = self._turns.openings
-        before, after = self._turns.took(passed, lambda: dbfs(frame.samples), said)
-        if self._turns.openings > openings:
-            self._agent_opened()
-        events += before
-        if passed.text:
-            delta = self._text.push(frame.text_id)
-            events.append(TextDelta(index, frame.text_id, delta, self._text.text))
-            self._turn_open = True
-        elif frame.text_id in (self.model.config.bos_id, self.model.config.eos_id):
-            self._turn_open = frame.text_id == self.model.config.bos_id
-        events += [*self._function_events(frame.function_id, index), *called]
-        audio = AudioFrame(index, frame.samples, frame.codes, cancelled)
-        return [*events, audio, *after]
-
-    def _agent_opened(self) -> None:
-        """The transcript of the next turn starts anew, in application turns the recogniser's own text too."""
-        self._turn_transcript_starts()
-        if self._turns.application:
-            self.state.rnnt = self.model.rnnt.init_state()
-
-    def _function_events(self, token: int, frame_index: int) -> list[Event]:
-        if token in self._quiet_ids:
-            return []
-        delta = self._function.push(token)
-        return [FunctionDelta(frame_index, token, delta, self._function.text)]
+        before, after = self._turns.took(passed, lambda: dbfs(frame.samples), captions.turn_transcript)
+        if self._turns.openings > openings:  # in application turns the recogniser's own text starts anew too
+            captions.new_turn(forget=self._turns.application)
+            self.state.rnnt = self.model.rnnt.init_state() if self._turns.application else self.state.rnnt
+        if passed.text or frame.text_id in (config.bos_id, config.eos_id):
+            self._turn_open = frame.text_id != config.eos_id
+        events += [*before, *captions.said(frame.text_id, index), *captions.called(frame.function_id, index), *called]
+        return [*events, AudioFrame(index, frame.samples, frame.codes, cancelled), *after]
 
     # -- checks --------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ MAX_CLOSING = 27  # EOS, what it takes to fall silent, and one more
 SILENT_FRAMES = 3  # in a row, until a turn has ended for the ear
 MAX_TAIL = 25  # after EOS
 OWED_FRAMES = 4  # the model's own BOS after a cycle is waited for so long
-QUIET_DBFS = -50.0  # of what is heard
 SILENT_DBFS = -60.0  # of what is said
 DEAD_DBFS = -90.0
 DEAD_FRAMES = 20  # after audible speech
@@ -57,7 +56,7 @@ class Forced(NamedTuple):
 class Passed:
     """What a frame gave, as far as turns care.
 
-    `spoke`: the transcript grew. `loud`: the input was above QUIET_DBFS. `text`: the text id is one that is said.
+    `spoke`: the transcript grew. `loud`: the input was loud enough for speech. `text`: the text id is one that is said.
     `cycle`: a tool cycle was open at its end, `called`: one began in it.
     """
 

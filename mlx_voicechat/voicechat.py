@@ -20,7 +20,6 @@ from .options import LoadOptions, SessionOptions, checked_number
 from .session import Session
 from .text import Tokenizer
 from .weights import checkpoint
-from .weights.precision import Choice
 
 CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
 CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
@@ -109,25 +108,22 @@ class VoiceChat(Model):
 def load(
     model: str | Path,
     say: Callable[[str], None] = checkpoint.print_notice,
-    compile: bool | None = None,
-    speech_weights: Choice | None = None,
-    kv_cache: str = "f32",
+    **options: Any,
 ) -> VoiceChat:
     """Open a checkpoint: a folder, a hub id (from the cache or fetched) or `tiny`, the packaged demonstration.
 
-    `compile` fuses the kernels of a frame; None does on a GPU and not on a CPU, where it first costs seconds.
-    `speech_weights` holds the speech networks' weights as `f32` or `q8` (8 bits); None decides by the machine's memory.
-    `kv_cache` holds the speech generator's keys and values, the largest thing that grows, as `f32` or `bf16`.
-    `say` gets notices: the size of a download, too little memory. Raises CheckpointError, HubError and InputError.
+    `options` are those of `LoadOptions`: `compile`, `speech_weights`, `kv_cache`. `say` gets notices: the size of a
+    download, too little memory. Raises CheckpointError, HubError and InputError.
     """
-    options = LoadOptions(compile, speech_weights, kv_cache)
+    chosen = LoadOptions(**options)
+    compile, kv_cache = chosen.compile, chosen.kv_cache
     cache_bytes = memory.tts_cache_bytes(kv_cache)
     folder = checkpoint.find(model, say)
     config = read_config(folder)
     tokenizer = Tokenizer(folder)
     parameters = checkpoint.load_parameters(folder, config, tokenizer)
     limit_buffer_cache()
-    requantise = memory.speech_plan(config, parameters.stored, speech_weights, cache_bytes)
+    requantise = memory.speech_plan(config, parameters.stored, chosen.speech_weights, cache_bytes)
     warning = memory.shortfall(config, parameters.stored, memory.machine(), requantise, cache_bytes)
     if warning is not None:
         say(warning)

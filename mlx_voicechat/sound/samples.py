@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..options import brief
-from .recordings import MAX_AMPLITUDE
+from .pcm import MAX_AMPLITUDE
 
 FLOOR_DBFS = -200.0  # of digital silence
 

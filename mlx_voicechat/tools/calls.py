@@ -102,9 +102,10 @@ def coerced(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str
     Arguments that the schema does not name pass as they are.
     """
     required = schema.get("required")
-    missing = [name for name in required if name not in arguments] if isinstance(required, list) else []
+    named = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    missing = [name for name in named if name not in arguments]
     if missing:
-        raise ArgumentError(f"Missing: {', '.join(map(str, missing))}.")
+        raise ArgumentError(f"Missing: {', '.join(missing)}.")
     properties = schema.get("properties")
     declared = properties if isinstance(properties, Mapping) else {}
     return {name: _value(name, value, declared.get(name)) for name, value in arguments.items()}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import InputError
 from ..events import Event, FailureReason, FunctionCall
-from ..frame import Frame
+from ..frame import Calls, Frame
 from .cycle import Cycle, CycleState, ToolTokens
 from .running import Runner
 from .tool import by_name
@@ -23,29 +23,28 @@ RECOMMENDED_TOOLS = 5  # NVIDIA's model card
 log = logging.getLogger(__name__)
 
 
+class Forced(NamedTuple):
+    """What an open cycle wants of a frame: ids, or None for what others want, and what a call does to it."""
+
+    text: int | None = None
+    function: int | None = None
+    spoken: int | None = None
+    calls: Calls = Calls.FREE
+
+
 class Channel:
-    """The tools of a session. `held`: the positions of a cycle run between two audio frames, not one a frame."""
+    """The function channel of a session. Without tools it does nothing, and everything on it is the model's own.
 
-    def __init__(self, model: Model, options: SessionOptions, tokens: ToolTokens) -> None:
-        frame_seconds = model.config.frame_seconds
-        tools = by_name(options.tools)
-        self.held = options.tool_clock == "held"
-        self.pad_id = tokens.pad
+    On the held clock the positions of a cycle run between two audio frames, on the running one each is a frame.
+    """
+
+    def __init__(self, model: Model, options: SessionOptions) -> None:
         self.runner = Runner(options.tool_timeout)
-        self.cycle = Cycle(
-            tools,
-            model.tokenizer,
-            tokens,
-            self.runner.start,
-            round(options.tool_timeout / frame_seconds),
-            frame_seconds,
-        )
-
-    @classmethod
-    def of(cls, model: Model, options: SessionOptions) -> Channel | None:
-        """The channel of a session with tools, None without. InputError for tools that the checkpoint cannot call."""
-        if not by_name(options.tools):
-            return None
+        self._held = options.tool_clock == "held"
+        self._cycle: Cycle | None = None
+        tools = by_name(options.tools)
+        if not tools:
+            return
         if model.call_tokens is None:
             raise InputError(
                 f"The checkpoint {model.name} has no tools: its tokenizer lacks <SPECIAL_20> to <SPECIAL_22>.",
@@ -53,17 +52,41 @@ class Channel:
             )
         _warn(options)
         config = model.config
-        return cls(model, options, ToolTokens(*model.call_tokens, config.pad_id, config.bos_id, config.eos_id))
+        self._tokens = ToolTokens(*model.call_tokens, config.pad_id, config.bos_id, config.eos_id)
+        timeout_frames = round(options.tool_timeout / config.frame_seconds)
+        self._cycle = Cycle(
+            tools, model.tokenizer, self._tokens, self.runner.start, timeout_frames, config.frame_seconds
+        )
+
+    # -- what it is at -------------------------------------------------------------------------------------------
+
+    @property
+    def tools(self) -> bool:
+        """Whether there are any."""
+        return self._cycle is not None
+
+    @property
+    def cycle(self) -> Cycle:
+        """The cycle; InputError without tools."""
+        if self._cycle is None:
+            raise InputError("The session has no tools.", "Open it with tools=[...].")
+        return self._cycle
+
+    @property
+    def active(self) -> bool:
+        """Whether a cycle is open."""
+        return self._cycle is not None and self._cycle.active
 
     @property
     def between_frames(self) -> bool:
         """Whether the next step is one of the LLM alone."""
-        return self.held and self.cycle.state in (CycleState.CALLING, CycleState.INJECTING, CycleState.CLOSING)
+        working = (CycleState.CALLING, CycleState.INJECTING, CycleState.CLOSING)
+        return self._held and self._cycle is not None and self._cycle.state in working
 
     @property
     def stands_still(self) -> bool:
         """Whether the LLM takes no part in the next audio frame."""
-        return self.held and self.cycle.waiting
+        return self._held and self._cycle is not None and self._cycle.waiting
 
     @property
     def run_ids(self) -> tuple[int, ...]:
@@ -71,30 +94,50 @@ class Channel:
         return self.cycle.known[:RUN_POSITIONS]
 
     @property
-    def forced_id(self) -> int | None:
-        """The function id of the next frame of an open cycle; None for the model's own."""
-        if self.cycle.waiting:
-            return self.pad_id
-        return self.cycle.known[0] if self.cycle.known else None
+    def repeats(self) -> bool:
+        """Whether a call begins again and again."""
+        return self._cycle is not None and self._cycle.repeats
 
     @property
     def asked(self) -> tuple[FunctionCall, ...]:
         """The open calls that no function of ours answers."""
-        return tuple(call for call in self.cycle.open_calls if not self.runner.runs(call.call_id))
+        calls = () if self._cycle is None else self._cycle.open_calls
+        return tuple(call for call in calls if not self.runner.runs(call.call_id))
+
+    def forced(self) -> Forced:
+        """What the next frame must carry."""
+        cycle = self._cycle
+        if cycle is None:
+            return Forced()
+        if not cycle.active:
+            return Forced(calls=Calls.REFUSE if cycle.exhausted else Calls.SILENCE)
+        pad = self._tokens.pad
+        if cycle.waiting:
+            return Forced(pad, pad, cycle.spoken)
+        return Forced(pad, cycle.known[0] if cycle.known else None)
+
+    # -- what happened -------------------------------------------------------------------------------------------
 
     def passed(self, frame: Frame, index: int, still: bool) -> list[Event]:
         """An audio frame passed; `still`: the LLM took no part in it."""
-        waited = self.cycle.waiting
-        events = [] if still else self.cycle.took(frame.function_id, index)
+        if self._cycle is None:
+            return []
+        waited = self._cycle.waiting
+        events = [] if still else self._cycle.took(frame.function_id, index)
         if waited:
-            events += self.cycle.waited(index)
+            events += self._cycle.waited(index)
         if frame.refused:
-            events += self.cycle.refused(index)
+            events += self._cycle.refused(index)
         return events
+
+    def new_turn(self) -> None:
+        """The user has begun to speak."""
+        if self._cycle is not None:
+            self._cycle.new_turn()
 
     def wait(self) -> None:
         """Wait for the functions that run for an open cycle."""
-        if self.cycle.waiting:
+        if self._cycle is not None and self._cycle.waiting:
             self.runner.wait()
 
     def collect(self, index: int) -> list[Event]:
@@ -118,7 +161,7 @@ class Channel:
     def drop(self, index: int) -> list[Event]:
         """End the cycle where it is, and forget what runs for it."""
         self.runner.forget()
-        return self.cycle.drop(index)
+        return [] if self._cycle is None else self._cycle.drop(index)
 
 
 def _warn(options: SessionOptions) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from ..errors import InputError
@@ -65,10 +66,8 @@ def response_ids(results: Sequence[str], tokenizer: Encoder) -> list[int]:
 
 def _as_json(result: Any) -> str:
     if isinstance(result, str) and len(result) <= MAX_RESULT_BYTES:
-        try:
+        with suppress(ValueError):
             result = strict_json(result)
-        except ValueError:
-            pass
     try:
         text = json.dumps(result, ensure_ascii=False, allow_nan=False)
         text.encode()

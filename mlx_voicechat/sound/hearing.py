@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .frame import Heard
-from .sound.samples import checked_samples, dbfs
-from .turns import QUIET_DBFS
+from ..frame import Heard
+from .samples import checked_samples, dbfs
+
+QUIET_DBFS = -50.0  # what is louder is somebody who speaks
 
 
 class Piece(NamedTuple):
