@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +16,30 @@ from .networks.ear_tts import TtsState
 from .networks.rnnt import RnntState
 
 NO_FORCE = -1  # not a token id: the model's own choice stands
+
+
+class Calls(Enum):
+    """What the start of a tool call on the function channel does to its own frame."""
+
+    FREE = "free"  # nothing
+    SILENCE = "silence"  # the text id is PAD
+    REFUSE = "refuse"  # it is replaced by PAD, and told
+
+
+class Override(NamedTuple):
+    """What replaces the model's own choice in one frame, inside its graph: ids, or NO_FORCE.
+
+    `spoken` is what the speech generator gets in place of the text id. `held_back`: an own BOS becomes PAD.
+    """
+
+    text: int = NO_FORCE
+    function: int = NO_FORCE
+    spoken: int = NO_FORCE
+    held_back: bool = False
+    calls: Calls = Calls.FREE
+
+
+OWN = Override()
 
 
 class Draws(NamedTuple):
@@ -68,10 +93,46 @@ def leaves(tree: Any) -> list[mx.array]:
 
 @dataclass(frozen=True)
 class Frame:
-    """What one frame gave: ids after the override, RNNT symbols, samples (1764,) float32 and Q codes."""
+    """What one frame gave: ids after the override, RNNT symbols, samples (1764,) float32 and Q codes.
+
+    `refused`: the model asked for a tool call that the override did not let begin.
+    """
 
     text_id: int
     function_id: int
     symbols: tuple[int, ...]
     samples: np.ndarray
     codes: tuple[int, ...]
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class FrameRequest:
+    """An audio frame: all five networks."""
+
+    heard: Heard
+    draws: Draws | None
+    override: Override
+
+
+@dataclass(frozen=True)
+class SpeechRequest:
+    """An audio frame while the language model stands still: transcript and speech alone, of the id `spoken`."""
+
+    heard: Heard
+    draws: Draws
+    spoken: int
+
+
+@dataclass(frozen=True)
+class PositionsRequest:
+    """Positions of the language model between two frames, text PAD, that hear `audio` (1, 1, H).
+
+    `function_ids` are forced; empty is one position whose function id is the model's own.
+    """
+
+    function_ids: tuple[int, ...]
+    audio: mx.array
+
+
+Request: TypeAlias = FrameRequest | SpeechRequest | PositionsRequest

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from .errors import InputError
 from .frame import Draws
-
-Noise: TypeAlias = Callable[[int], tuple[Any, Any]]
+from .options import Noise
 
 
 def seeded_draws(seed: int, step: int, uniform: tuple[int, ...], normal: tuple[int, ...]) -> Draws:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import CheckpointError
 
@@ -73,6 +73,15 @@ class Tokenizer:
         """Token strings by id, in byte-level letters; empty where no token has that id."""
         return [self.id_to_token(token) or "" for token in range(self.vocab_size)]
 
+    @property
+    def added_tokens(self) -> Collection[str]:
+        """The tokens that are found in a text before it is split: special ones, and any other that was added."""
+        return [token.content for token in self.backend.get_added_tokens_decoder().values()]
+
+    def token_id(self, piece: str) -> int | None:
+        """The id of a token by its literal text, or None."""
+        return self.backend.token_to_id(piece)
+
     def id_to_token(self, token: int) -> str | None:
         return self.backend.id_to_token(token)
 
@@ -97,6 +106,21 @@ class Tokenizer:
             known = bytes(alphabet[letter] for letter in piece) if spelled else piece.encode()
             self._bytes[token] = known
         return known
+
+
+class CallTokens(NamedTuple):
+    """Ids that frame a tool call on the function channel: its start and end, and the end of the response to it."""
+
+    start: int
+    end: int
+    response_end: int
+
+
+def call_tokens(tokenizer: Tokenizer) -> CallTokens | None:
+    """The ids by their literal tokens; None for a checkpoint without tools."""
+    ids = [tokenizer.token_id(f"<SPECIAL_{number}>") for number in (20, 21, 22)]
+    known = [token for token in ids if token is not None]
+    return CallTokens(*known) if len(known) == len(ids) else None
 
 
 class _Growing:

@@ -16,10 +16,11 @@ from .errors import InputError
 from .frame import Frame
 from .gauges import memory
 from .model import BLOCK_FRAMES, Model
-from .session import Noise, Session, checked_number
+from .options import LoadOptions, SessionOptions, checked_number
+from .session import Session
 from .text import Tokenizer
 from .weights import checkpoint
-from .weights.precision import Choice, check_choice
+from .weights.precision import Choice
 
 CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
 CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
@@ -44,22 +45,9 @@ class Answer:
 class VoiceChat(Model):
     """A loaded checkpoint: any number of sessions of one thread."""
 
-    def session(
-        self,
-        system_prompt: str | None = None,
-        seed: int = 0,
-        max_seconds: float | None = None,
-        voice: str | None = None,
-        guidance_scale: float | None = None,
-        noise: Noise | None = None,
-        profile: bool = False,
-    ) -> Session:
-        """Open a conversation; see `Session`. None takes the checkpoint's own prompt, voice and guidance scale.
-
-        `noise(step)` replaces the sampler's draws: (uniform (5, C), normal (5, Z)) of one TTS step, counted from 0 with
-        the prompt's steps included. Raises InputError.
-        """
-        session = Session(self, system_prompt, seed, max_seconds, voice, guidance_scale, noise, profile)
+    def session(self, **options: Any) -> Session:
+        """Open a conversation; `options` are those of `SessionOptions`. Raises InputError."""
+        session = Session(self, SessionOptions(**options))
         for _ in session.open():
             pass
         return session
@@ -69,7 +57,7 @@ class VoiceChat(Model):
 
         For who holds several conversations: others can have their frames between two steps.
         """
-        session = Session(self, **options)
+        session = Session(self, SessionOptions(**options))
         yield from session.open()
         return session
 
@@ -93,10 +81,11 @@ class VoiceChat(Model):
     def answer(self, audio: Any, rate_hz: int = 16000, extra_seconds: float = 0.0, **options: Any) -> Answer:
         """The offline form: a whole recording (S,), float mono, and `extra_seconds` of silence after it -> Answer.
 
-        `options` are those of `session`. Equals the events of a session that was pushed the same samples.
+        `options` are those of `session`; a tool's function is waited for. Equals the events of a session that was
+        pushed the same samples.
         """
         extra_seconds = checked_number("extra_seconds", extra_seconds, MAX_EXTRA_SECONDS)
-        session = self.session(**options)
+        session = self.session(**{"wait_for_tools": True, **options})
         silence = np.zeros(round(extra_seconds * self.config.input_rate_hz), np.float32)
         frames: list[Frame] = []
         session.observe(frames.append)
@@ -131,7 +120,7 @@ def load(
     `kv_cache` holds the speech generator's keys and values, the largest thing that grows, as `f32` or `bf16`.
     `say` gets notices: the size of a download, too little memory. Raises CheckpointError, HubError and InputError.
     """
-    check_choice(speech_weights)
+    options = LoadOptions(compile, speech_weights, kv_cache)
     cache_bytes = memory.tts_cache_bytes(kv_cache)
     folder = checkpoint.find(model, say)
     config = read_config(folder)
