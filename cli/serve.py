@@ -64,6 +64,9 @@ def serve(
     idle_seconds: Annotated[float, setting("idle_seconds")] = ServerSettings.idle_seconds,
     setup_seconds: Annotated[float, setting("setup_seconds")] = ServerSettings.setup_seconds,
     max_message_bytes: Annotated[int | None, setting("max_message_bytes")] = ServerSettings.max_message_bytes,
+    disconnect_grace_seconds: Annotated[
+        float, setting("disconnect_grace_seconds")
+    ] = ServerSettings.disconnect_grace_seconds,
     typed_voice: Annotated[str | None, setting("typed_voice")] = ServerSettings.typed_voice,
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
@@ -119,6 +122,7 @@ def serve(
         idle_seconds=idle_seconds,
         setup_seconds=setup_seconds,
         max_message_bytes=max_message_bytes,
+        disconnect_grace_seconds=disconnect_grace_seconds,
         typed_voice=typed_voice,
     )
     _log(log_level)

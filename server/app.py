@@ -20,7 +20,8 @@ from uvicorn.protocols.utils import ClientDisconnected
 
 from mlx_voicechat.server.access import Gate, refusal
 from mlx_voicechat.server.connection import FAILED, Connection, sessions_in_use
-from mlx_voicechat.server.dialects import MLXCEL, OPENAI, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
+from mlx_voicechat.server.dialects import DUPLEX, MLXCEL, OPENAI, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
+from mlx_voicechat.server.duplex_connection import DuplexConnection, DuplexSessions, waits_for_a_message
 from mlx_voicechat.server.engine import LOADING, READY, WARMING, Engine
 from mlx_voicechat.server.limits import RETRY_SECONDS
 from mlx_voicechat.server.metrics import CONTENT_TYPE
@@ -30,7 +31,7 @@ from mlx_voicechat.server.page import page_paths, page_routes
 from mlx_voicechat.server.settings import ServerSettings
 from mlx_voicechat.server.typed_voice import find_voice
 
-SERVED = (MLXCEL, OPENAI)  # the dialects of this server
+SERVED = (MLXCEL, OPENAI, DUPLEX)  # the dialects of this server
 NOT_HERE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 END_SECONDS = 1.0  # for the frame that runs when the server ends
 
@@ -41,6 +42,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     """The application around an engine, which starts and ends with it."""
     started = time.time()
     voice = find_voice(settings.typed_voice)
+    sessions = DuplexSessions()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -51,6 +53,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     def connection(dialect: Dialect, websocket: WebSocket) -> Connection:
         if dialect.name == MLXCEL:
             return Mlxcel(websocket, engine, settings)
+        if dialect.name == DUPLEX:
+            return DuplexConnection(websocket, engine, settings, voice, sessions)
         return OpenAIConnection(websocket, engine, settings, voice, dialect.beta)
 
     async def realtime(websocket: WebSocket) -> None:
@@ -63,7 +67,10 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         if engine.state != READY:
             await websocket.send_denial_response(_not_ready(engine))
             return
-        if dialect.refused_at_the_upgrade and engine.busy:
+        may_resume = dialect.name == DUPLEX and waits_for_a_message(websocket.query_params) and len(sessions) > 0
+        if not may_resume:
+            await sessions.make_room(engine)
+        if dialect.refused_at_the_upgrade and engine.busy and not may_resume:
             message = f"The server has {sessions_in_use(settings.max_sessions)} in use. Try again later."
             await websocket.send_denial_response(refusal(503, "server_busy", message, Retry_After=str(RETRY_SECONDS)))
             return

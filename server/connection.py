@@ -58,6 +58,8 @@ class Connection(ABC):
     What it reads goes to `slot`, where a slot is taken; what it sends (`send`, `close`) waits in one queue.
     """
 
+    needs_slot = True  # whether it is refused where there is no free one
+
     def __init__(self, websocket: WebSocket, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
@@ -100,7 +102,7 @@ class Connection(ABC):
         """Serve the client until one side closes."""
         await self._websocket.accept(chosen_protocol(self._websocket.scope))
         self.engine.metrics.connections.inc()
-        if self.engine.busy:
+        if self.needs_slot and self.engine.busy:
             self.refuse_busy(None)
         else:
             self.greet()
@@ -137,6 +139,10 @@ class Connection(ABC):
         """Close: there is no free slot."""
         self.send(self.busy(event_id))
         self.close(TRY_LATER)
+
+    def allow_messages(self, size_bytes: int) -> None:
+        """Let messages be as large as this."""
+        self._socket.allow_messages(size_bytes)
 
     def gone(self) -> None:
         """The client is gone, or nobody listens to it any more."""

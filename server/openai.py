@@ -40,6 +40,7 @@ from mlx_voicechat.server.openai_responses import Response
 from mlx_voicechat.server.settings import ServerSettings
 from mlx_voicechat.server.typed_voice import TypedVoice
 from mlx_voicechat.server.wire_audio import Decoder, WireFormat
+from mlx_voicechat.sound.pcm import Samples
 
 QUIET_SECONDS = 0.2  # without another update, after which the model reads its prompt
 RESULT_SECONDS = 1.0  # for response.create to come after a call's result; then the model gets it all the same
@@ -67,7 +68,7 @@ class OpenAISession:
         self.config = self._first_config()
         self.items = Items()
         self.ear = Ear(self._hear, self._activity)
-        self.utterances = Utterances(self.emit, self.items, beta)
+        self.utterances = Utterances(self.emit, self.items, beta, self._unanswered)
         self.response: Response | None = None
         self.calls: dict[str, str | None] = {}  # open calls and the results that wait to be given
         self.answer_due = False  # results are given, and the answer's turn has not opened
@@ -75,7 +76,7 @@ class OpenAISession:
         self.wanted: dict[str, Any] | None = None  # the metadata of the response that was asked for
         self.asked = False  # whether the open response was asked for
         self.typed: list[str] = []  # text that was typed, and waits for a response
-        self.uncommitted_ms = 0.0
+        self.uncommitted_ms = self.input_ms = 0.0
         self.last_response_id: str | None = None
         self.ended = False
         self._send, self._close = send, close
@@ -251,15 +252,17 @@ class OpenAISession:
 
     # -- audio ---------------------------------------------------------------------------------------------------
 
-    def hear(self, data: bytes, form: WireFormat | None = None) -> None:
-        """Bytes of an append. Raises WrongAudio."""
+    def hear(self, data: bytes, form: WireFormat | None = None) -> Samples:
+        """Bytes of an append -> the samples that they gave. Raises WrongAudio."""
         form = form or self.config.input_format
         if self._decoder is None or self._decoder.format != form:
             self._decoder = Decoder(form, self.engine.config.input_rate_hz)
         samples = self._decoder.push(data)
         self.uncommitted_ms += form.milliseconds(len(data))
+        self.input_ms += form.milliseconds(len(data))
         self.open()
         self.ear.audio(samples)
+        return samples
 
     def _hear(self, samples: bytes) -> None:
         if samples:
@@ -316,6 +319,9 @@ class OpenAISession:
         if self._result_timer is not None:
             self._result_timer.cancel()
         self._result_timer = self.loop.call_later(RESULT_SECONDS, self.give_results)
+
+    def _unanswered(self) -> None:
+        """An utterance is over, and the model has not opened a turn."""
 
     def _respond(self) -> Response:
         """A new response; all of its question comes first."""

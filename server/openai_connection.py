@@ -12,7 +12,7 @@ from mlx_voicechat.server.limits import LONG_INPUT_SECONDS, SLOW_SECONDS
 from mlx_voicechat.server.openai import OpenAISession
 from mlx_voicechat.server.openai_events import ServerEvent, error_fields
 from mlx_voicechat.server.openai_messages import HANDLERS, take
-from mlx_voicechat.server.settings import ServerSettings
+from mlx_voicechat.server.settings import LONG_MESSAGE_BYTES, ServerSettings
 from mlx_voicechat.server.typed_voice import TypedVoice
 
 if TYPE_CHECKING:
@@ -31,7 +31,12 @@ class OpenAIConnection(Connection):
         beta: bool,
     ) -> None:
         super().__init__(websocket, engine, settings)
-        self.session = OpenAISession(engine, settings, voice, beta, self.send, self.close)
+        self.session = self._new_session(voice, beta)
+        if settings.max_message_bytes is None:
+            self.allow_messages(LONG_MESSAGE_BYTES)
+
+    def _new_session(self, voice: TypedVoice | None, beta: bool) -> OpenAISession:
+        return OpenAISession(self.engine, self.settings, voice, beta, self.send, self.close)
 
     def greet(self) -> None:
         if self.session.start():

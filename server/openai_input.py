@@ -97,12 +97,13 @@ class Utterance:
 class Utterances:
     """The utterance that is under way, and the order of its events.
 
-    speech_started, speech_stopped, committed, the item, deltas of its transcript, completed.
+    speech_started, speech_stopped, committed, the item, deltas of its transcript, completed. `unanswered` is called
+    when one is completed before the agent answers.
     """
 
-    def __init__(self, emit: Emit, items: Items, beta: bool) -> None:
+    def __init__(self, emit: Emit, items: Items, beta: bool, unanswered: Callable[[], None]) -> None:
         self.current: Utterance | None = None
-        self._emit, self._items, self._beta = emit, items, beta
+        self._emit, self._items, self._beta, self._unanswered = emit, items, beta, unanswered
 
     def start(self, at_ms: int) -> None:
         """The detector hears speech."""
@@ -155,6 +156,7 @@ class Utterances:
             self.current.quiet_frames += 1
             if self.current.quiet_frames >= QUIET_FRAMES:
                 self.complete()
+                self._unanswered()
 
     def complete(self) -> None:
         """The transcript of a sealed utterance is whole."""

@@ -70,6 +70,9 @@ class ServerSettings:
             show_default=f"{MESSAGE_BYTES}; of OpenAI's vocabulary {LONG_MESSAGE_BYTES}",
         ),
     )
+    disconnect_grace_seconds: float = field(
+        default=30.0, metadata=told("SECONDS", "How long a dropped duplex session can be resumed.", above=0)
+    )
     typed_voice: str | None = field(
         default=None,
         metadata=told(

@@ -91,6 +91,10 @@ class Socket(WebSocketsSansIOProtocol):
             raise ClientDisconnected
         await super().send(message)
 
+    def allow_messages(self, size_bytes: int) -> None:
+        """Take messages as large as this from now on."""
+        self.conn.max_message_size = size_bytes
+
     @property
     def blocked(self) -> bool:
         """Whether the client has not read for a while: what is sent now would wait."""
