@@ -221,7 +221,7 @@ def _result(session: Session, calls: list[dict[str, Any]] | None) -> dict[str, A
         "function": session.function,
         "frames": session.frames,
         "seconds": round(session.frames * session.model.config.frame_seconds, 6),
-        "seed": session.options.seed,
+        "seed": session.seed,
         "model": session.model.name,
     }
 
@@ -235,5 +235,5 @@ def _fail_if_cut_short(session: Session, last: Event | None) -> None:
         note(f"interrupted after {seconds:.2f} s of the conversation.")
         raise typer.Exit(INTERRUPTED)
     if session.limited:
-        limit = f"{session.options.max_seconds:g} s (--max-streaming-seconds)"
+        limit = f"{session.max_seconds:g} s (--max-streaming-seconds)"
         raise LimitError(f"The conversation was stopped after {seconds:.2f} s by its limit of {limit}.")
