@@ -5,12 +5,15 @@ Skipped where there is no Chromium, and without the package `mcp`.
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile as sf
 
+from tests.support.caller import calling
 from tests.support.chromium import Page
 from tests.support.page_checks import captions, played, talk
 from tests.support.server import serve_process
@@ -26,12 +29,25 @@ PATIENCE_SECONDS = 120  # of a busy machine, where the answer comes that much la
 
 @pytest.fixture(scope="module")
 def microphone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A question that needs a tool, again and again, between faint noise."""
+    """A question that needs a tool, eight times, between faint noise."""
     question, rate = sf.read(EXAMPLES / "what_is_the_weather_in_paris_f4.wav", dtype="int16")
-    noise = np.random.default_rng(0).integers(-3, 4, 8 * rate).astype(np.int16)
+    noise = np.random.default_rng(0).integers(-3, 4, 7 * rate).astype(np.int16)
     path = tmp_path_factory.mktemp("microphone") / "question.wav"
-    sf.write(path, np.concatenate([noise[:rate], question, noise]), rate)
+    sf.write(path, np.concatenate([noise[: 2 * rate], *[question, noise] * 8]), rate)
     return path
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    """The page's address, of a server that has opened this prompt before: the next one begins at once."""
+    with serve_process("--model", "tiny", "--mcp", MCP) as server:
+        with calling(server.ws_url) as caller:
+            caller.until("session.created")
+            caller.send({"type": "session.update", "session": {}})
+            caller.until("session.updated")
+            caller.send({"type": "session.cancel"})
+            caller.until("response.cancelled")
+        yield f"{server.url}/"
 
 
 def count(speaker: str, text: str) -> str:
@@ -40,8 +56,8 @@ def count(speaker: str, text: str) -> str:
 
 
 def test_a_spoken_question_is_answered_with_a_tools_result(page: Page) -> None:
-    with serve_process("--model", "tiny", "--mcp", MCP) as server:
-        talk(page, f"{server.url}/")
+    with serving() as url:
+        talk(page, url)
         page.wait(f"document.getElementById('captions').textContent.includes('{ANSWER}')", PATIENCE_SECONDS)
         assert captions(page)[:3] == [
             ["You", "What is the weather in Paris?"],
@@ -58,8 +74,8 @@ def test_a_spoken_question_is_answered_with_a_tools_result(page: Page) -> None:
 
 
 def test_push_to_talk(page: Page) -> None:
-    with serve_process("--model", "tiny", "--mcp", MCP) as server:
-        page.open(f"{server.url}/")
+    with serving() as url:
+        page.open(url)
         page.wait_state("ready")
         page.click("#push-to-talk")
         page.click("#talk")
