@@ -122,14 +122,22 @@ class Live(Dialogue):
                 samples = samples[:left]
                 left -= len(samples)
                 ending = ending or not left
-            if self._half_duplex and self._playback.speaking:
+            if self._is_off():
                 samples = samples * 0
             if len(samples):
                 await wire.append(samples)
+            await self._between(wire)
             self._judge()
             if ending:
                 await wire.commit()
                 return
+
+    def _is_off(self) -> bool:
+        """Whether the microphone is off: silence is said in its place."""
+        return self._half_duplex and self._playback.speaking
+
+    async def _between(self, wire: Wire) -> None:
+        """What is to be told between two pieces of sound."""
 
     def _hear(self, ending: bool) -> Samples:
         """What the microphone has brought, without what the loudspeaker played; `ending`: all of it."""

@@ -1,22 +1,59 @@
-"""Push-to-talk: Enter begins and ends what is said to the model; typed lines are said for the person. No MLX."""
+"""Push-to-talk: a key begins and ends what is said to the model; typed lines are said for the person. No MLX."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mlx_voicechat.errors import DeviceError, ServerError
 
+from .client import MlxcelWire
+from .keyboard import presses
 from .live import Live
 from .wires import StrictTimeline
 
 if TYPE_CHECKING:
     from .client import Wire
 
+KEYS = "push to talk: the space bar or Enter begins what you say, and ends it; else nothing is heard."
 HOW = "press Enter to speak, and again when you have spoken."
 TYPED = "type a line to have it said; an empty one begins and ends what you speak yourself."
+
+
+class KeyedTurns(Live):
+    """As Live, with turns of the person's own: the microphone is heard between two presses of a key."""
+
+    def __init__(self, *devices: Any, **options: Any) -> None:
+        super().__init__(*devices, **options)
+        self._pressed = self._in_turn = False
+
+    @contextmanager
+    def opened(self, wire: Wire) -> Iterator[None]:
+        """The devices, and the terminal's keys."""
+        with super().opened(wire), presses(self._press_key):
+            yield
+
+    def _press_key(self) -> None:
+        self._pressed = not self._pressed  # twice between two looks is none
+
+    def _is_off(self) -> bool:
+        return not self._in_turn or super()._is_off()
+
+    async def _between(self, wire: Wire) -> None:
+        if not self._pressed:
+            return
+        assert isinstance(wire, MlxcelWire)
+        self._pressed, self._in_turn = False, not self._in_turn
+        if not self._in_turn:
+            await wire.end_turn()
+            return
+        self._playback.clear()
+        await wire.begin_turn()
+        self._say("you are heard; press again when you have finished.")
 
 
 class PushToTalk(Live):

@@ -10,7 +10,7 @@ from .json_messages import named
 MESSAGE_KEYS = ("type", "event_id", "session")
 SESSION_KEYS = (
     *("system_prompt", "seed", "max_streaming_seconds", "model", "voice"),
-    *("input_audio_format", "output_audio_format"),
+    *("input_audio_format", "output_audio_format", "extensions", "turns"),
 )
 PCM16 = "pcm16"
 

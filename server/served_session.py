@@ -148,7 +148,7 @@ class ServedSession:
         self._open_anew(request)
 
     def _open_anew(self, request: messages.Open) -> None:
-        self._turns = request.pace is not None
+        self._turns = request.stepped
         self._pacer = None if request.pace is None else Pacer(request.pace, self._config.frame_seconds, self._now())
         self._owner = request.turns
         self._speaking = self._interrupting = False
@@ -163,8 +163,9 @@ class ServedSession:
             self._interrupting = self._session.turn == "agent"
             self._session.interrupt()
         else:
-            self._interrupts += 1
             self._session.force(text=self._config.eos_id)
+        if self._pacer is None:
+            self._interrupts += 1
 
     def _give(self, request: messages.Give | messages.Refuse) -> None:
         assert self._session is not None
