@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -18,7 +19,8 @@ import typer
 from typer import Option
 
 from mlx_voicechat.errors import InputError
-from mlx_voicechat.server.settings import PROTOCOLS, ServerSettings
+from mlx_voicechat.options import LoadOptions
+from mlx_voicechat.server.settings import ServerSettings
 
 from .endings import Ended
 from .loading import open_model
@@ -35,13 +37,14 @@ from .options import (
     ToolCommand,
     ToolsFile,
     Voice,
-    setting,
+    option_of,
 )
 from .render import complain, note
 
 if TYPE_CHECKING:
     from mlx_voicechat.voicechat import VoiceChat
 
+setting = functools.partial(option_of, ServerSettings)
 LEVELS = ("debug", "info", "warning", "error")
 PREFIX = re.compile(r"([\w.~-]+(/[\w.~-]+)*)?", re.ASCII)
 SWITCH_SECONDS = 0.001  # Python's 5 ms between threads would be added to a frame's time
@@ -58,7 +61,7 @@ def serve(
     cors_origins: Annotated[list[str] | None, setting("cors_origins")] = None,
     allowed_origins: Annotated[list[str] | None, setting("allowed_origins")] = None,
     alias: Annotated[str | None, setting("alias")] = ServerSettings.alias,
-    voice: Voice = None,
+    voice: Voice = ServerSettings.voice,
     ssl_certfile: Annotated[Path | None, setting("ssl_certfile")] = ServerSettings.ssl_certfile,
     ssl_keyfile: Annotated[Path | None, setting("ssl_keyfile")] = ServerSettings.ssl_keyfile,
     max_sessions: Annotated[int, setting("max_sessions")] = ServerSettings.max_sessions,
@@ -70,9 +73,9 @@ def serve(
         float, setting("disconnect_grace_seconds")
     ] = ServerSettings.disconnect_grace_seconds,
     typed_voice: Annotated[str | None, setting("typed_voice")] = ServerSettings.typed_voice,
-    speech_weights: SpeechWeights = None,
-    kv_cache: KeyValueCache = "f32",
-    compiled: Compiled = None,
+    speech_weights: SpeechWeights = LoadOptions.speech_weights,
+    kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    compiled: Compiled = LoadOptions.compile,
     tools: ToolsFile = None,
     tool_command: ToolCommand = None,
     mcp: Mcp = None,
@@ -87,8 +90,6 @@ def serve(
     """
     if log_level not in LEVELS:
         raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
-    if protocol not in PROTOCOLS:
-        raise typer.BadParameter(f"{protocol} is none of {', '.join(PROTOCOLS)}.", param_hint="--protocol")
     _check_tls(ssl_certfile, ssl_keyfile)
     if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
         raise InputError("--api-key must be printable and without spaces.")
@@ -130,9 +131,8 @@ def serve(
         _note_risks(settings)
         sources = opened.enter_context(ToolSources(wanted, note))
         settings = dataclasses.replace(settings, tools=sources.tools)
-        ended_by, running = _run(
-            settings, listeners, lambda: sources.fit_to(open_model(model, compiled, speech_weights, kv_cache))
-        )
+        held = LoadOptions(compiled, speech_weights, kv_cache)
+        ended_by, running = _run(settings, listeners, lambda: sources.fit_to(open_model(model, held)))
     _leave(ended_by, running)
 
 

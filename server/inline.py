@@ -48,7 +48,7 @@ class InlineDuplexClient(DuplexClient):
         model: str | VoiceChat | Callable[[], VoiceChat],
         *,
         config: SessionConfig | None = None,
-        seconds: float = 600.0,
+        seconds: float | None = ServerSettings.max_audio_seconds,
         typed_voice: str | None = None,
     ) -> None:
         name = model if isinstance(model, str) else "model"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,9 @@ PROTOCOLS = ("mlxcel", "openai", "duplex", "strict-v3")  # the dialects' names, 
 MESSAGE_BYTES, LONG_MESSAGE_BYTES = 2**20, 15 * 2**20  # of one message, unless an option says otherwise
 
 
-def told(metavar: str, text: str, **more: Any) -> dict[str, Any]:
-    """What the command line says of a field; `more` are min, max, above, envvar, show_default."""
-    return {"metavar": metavar, "help": text, **more}
+def told(metavar: str | None, text: str, **more: Any) -> dict[str, Any]:
+    """What is said of a field; see `mlx_voicechat.options.option`."""
+    return {"help": text, "choices": (), **({"metavar": metavar} if metavar else {}), **more}
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class ServerSettings:
     )
     port: int = field(default=8080, metadata=told("N", "0 takes a free one.", min=0, max=65535))
     protocol: str = field(
-        default="mlxcel", metadata=told("|".join(PROTOCOLS), "What a connection to the bare /v1/realtime speaks.")
+        default="mlxcel", metadata=told(None, "What a connection to the bare /v1/realtime speaks.", choices=PROTOCOLS)
     )
     api_key: str | None = field(
         default=None,
@@ -89,8 +88,3 @@ class ServerSettings:
         """What `session.updated` and `/v1/models` report: the alias, else the last part of the model's name."""
         name = self.alias or Path(self.model).name or self.model
         return name.encode(errors="replace").decode()  # bytes of a file name that are no text
-
-
-def described(name: str) -> Mapping[str, Any]:
-    """What the command line says of a field."""
-    return ServerSettings.__dataclass_fields__[name].metadata
