@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mlx_voicechat.events import Event
+
+if TYPE_CHECKING:
+    from mlx_voicechat.tools import Tool as OwnTool
 
 # To the engine
 
@@ -39,17 +42,18 @@ class Pace:
 class Open:
     """Open the session; its seconds are at most `max_seconds`. A session that is open already is opened anew.
 
-    Without `pace` the audio alone is its time, and no turn is told. `turns`: who owns them. `history`: a line for each
-    turn so far, which the prompt ends with.
+    Without `pace` the audio alone is its time, and no turn is told. `turns`: who owns them. A tool with a callable
+    runs here, any other at the client. `history`: a line for each turn so far, which the prompt ends with.
     """
 
     system_prompt: str | None
     seed: int
     max_seconds: float
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[Tool | OwnTool, ...] = ()
     turns: Owner = "model"
     pace: Pace | None = None
     history: tuple[str, ...] = ()
+    tool_timeout: float = 30.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,7 @@ class Speech:
     samples: bytes
     codes: tuple[int, ...]
     cancelled: bool = False  # of a turn that is being driven to its end
+    seconds: float = 0.0  # that the model took
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ class Mlxcel(Connection):
         self._setup_from = self.loop.time()
         config = self.engine.config
         voice, rates_hz = self.settings.voice or config.speaker, (config.input_rate_hz, config.output_rate_hz)
-        options = session_options(message, self.settings.max_audio_seconds, voice, rates_hz)
+        options = session_options(message, self.settings.audio_seconds, voice, rates_hz)
         self._update_id = event_id
         self.slot = self.engine.reserve(options, self._deliver)
         if self.slot is None:
