@@ -132,7 +132,8 @@ class Floor:
             ids = {"client_event_id": what.event_id, "client_turn_id": what.client_turn_id, "turn_id": what.turn_id}
             self._wire.emit(f"input_audio_buffer.{what.what}", **ids)
         elif isinstance(what, Given):
-            if what.call is self.calls.open and what.call.given and self.calls.waiting:
+            another = any(not call.failure for call in self.calls.waiting)
+            if what.call is self.calls.open and what.call.given and another:
                 self._wire.emit("conversation.item.function_call_output.applied", call_id=what.call.call_id)
                 self._next_call()
         else:

@@ -698,6 +698,15 @@ def test_calls_of_one_list_come_one_by_one() -> None:
     assert made.kinds[-1] == COMPLETE
 
 
+@pytest.mark.parametrize("fails", ["bad_arguments", "unknown_tool"])
+def test_a_call_of_a_list_that_cannot_be_made(fails: str) -> None:
+    made, first = called(Answer(calls=(Call(names=("get_weather", "get_time"), fails=fails),)))
+    made.result(first)
+    made.wait(3)
+    kinds = [kind for kind in outline(made) if kind not in (AUDIO, TEXT)]
+    assert kinds[7:] == [CALL, APPLIED, f"{FAILED}:{fails}", DONE_TEXT, DONE_AUDIO, COMPLETE]
+
+
 def test_the_server_s_own_tools_are_not_the_client_s() -> None:
     made = session(Answer(calls=(Call(),)), default_tools=(WEATHER,))
     assert made.events[1]["session"]["tools"] == [WEATHER]
