@@ -6,11 +6,12 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from mlx_voicechat import Tool
@@ -314,11 +315,11 @@ def test_typed_text_that_cannot_be_spoken(tmp_path: Path) -> None:
         caller.stop()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_clients_that_vanish(server: RunningServer, seed: int) -> None:
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_clients_that_vanish(server: RunningServer, count: int) -> None:
     """At random places; the place is free within a second, and the next client is served."""
-    draws = random.Random(seed)
-    for _ in range(5):
+    draws = random.Random(count)
+    for _ in range(count):
         with strict_calling(server.ws_url, draws.random() > 0.1, tools=[WEATHER]) as caller:
             if draws.random() > 0.2:
                 caller.speak(SPEECH[: draws.randint(1, len(SPEECH))])
@@ -328,6 +329,36 @@ def test_clients_that_vanish(server: RunningServer, seed: int) -> None:
         while server.engine.active and time.monotonic() < deadline:
             time.sleep(0.01)
         assert server.engine.active == 0
+    with strict_calling(server.ws_url) as caller:
+        answered(caller)
+        caller.stop()
+
+
+def nonsense(draws: random.Random, caller: StrictCaller) -> None:
+    """Some message, legal or not where it comes."""
+    number = draws.randint(0, 3)
+    say = {
+        "turn_start": lambda: caller.say("input_audio_buffer.turn_start", event_id="a", client_turn_id=number),
+        "commit": lambda: caller.say("input_audio_buffer.commit", event_id="b", client_turn_id=number),
+        "append": lambda: caller.append(SPEECH[: draws.randint(1, 8000)]),
+        "text": lambda: caller.say("input_text.request", job_id=str(number), text="Hi."),
+        "result": lambda: caller.result(f"call_{number}", "x"),
+        "update": lambda: caller.say("session.update", session={"protocol_version": 3, "tools": [WEATHER]}),
+        "wrong": lambda: caller.socket.send(draws.choice(["", "[]", "{}", b"0", '{"type": "response.create"}'])),
+    }
+    draws.choice(list(say.values()))()
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_messages_and_a_normal_session_afterwards(server: RunningServer, count: int) -> None:
+    draws = random.Random(count)
+    for _ in range(count):
+        with strict_calling(server.ws_url, draws.random() > 0.2, tools=[WEATHER]) as caller:
+            with suppress(ConnectionClosed):
+                for _ in range(draws.randint(1, 30)):
+                    nonsense(draws, caller)
+                caller.say("session.stop")
+            caller.check(caller.closed())
     with strict_calling(server.ws_url) as caller:
         answered(caller)
         caller.stop()

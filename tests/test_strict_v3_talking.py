@@ -1,5 +1,6 @@
 """strict-v3 with the demonstration checkpoint: spoken and typed questions, tools, interruptions, over a real socket."""
 
+import asyncio
 import itertools
 import json
 import random
@@ -15,6 +16,7 @@ import soundfile as sf
 
 import mlx_voicechat
 from mlx_voicechat import Tool
+from mlx_voicechat.client import StrictV3Client
 from mlx_voicechat.server import messages, strict_v3
 from mlx_voicechat.voicechat import VoiceChat
 from tests.support.caller import append, opened
@@ -177,6 +179,39 @@ def test_a_turn_during_a_call_follows_it(server: RunningServer) -> None:
         assert caller.until(DONE, since)["reason"] == "client_vad"
         assert answer(caller, since)[:2] == (SUM["transcript"], SUM["answer"])
         caller.stop()
+
+
+@needs_a_voice
+@pytest.mark.usefixtures("hurried")
+def test_the_client_releases_typed_text_before_the_turn_it_holds(server: RunningServer) -> None:
+    """Both come during one cycle: the result is applied, the text is heard, then the turn."""
+
+    async def turn(client: StrictV3Client) -> None:
+        await client.start_turn()
+        await client.stream_pcm(pcm(SUM["file"]).tobytes(), realtime=False)
+        await client.commit()
+
+    async def converse() -> list[dict[str, Any]]:
+        async with StrictV3Client(server.ws_url, tools=TOOLS) as client:
+            events = client.events()
+            await client.start_turn()
+            await client.stream_pcm(pcm(PARIS).tobytes(), realtime=False)
+            await client.commit()
+            call = await client.next_call()
+            held = asyncio.create_task(turn(client))
+            typed = asyncio.create_task(client.request_text("Hello."))
+            await asyncio.sleep(0.1)
+            await client.give(call, RESULT)
+            await asyncio.gather(typed, held)
+            responses = [await client.next_response() for _ in range(3)]
+            assert (await responses[-1].wait()).text == SUM["answer"]
+        return [event async for event in events]
+
+    events = asyncio.run(converse())
+    starts = [event["source"] for event in events if event["type"] == "input_audio_buffer.speech_started"]
+    assert starts == ["microphone", "typed", "microphone"]
+    kinds = [event["type"] for event in events]
+    assert kinds.index(APPLIED) < kinds.index("input_text.accepted")
 
 
 def test_a_turn_while_it_speaks(server: RunningServer) -> None:
