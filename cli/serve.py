@@ -18,7 +18,7 @@ import typer
 from typer import Option
 
 from mlx_voicechat.errors import InputError
-from mlx_voicechat.server.settings import PROTOCOLS, ServerSettings
+from mlx_voicechat.server.settings import PROTOCOLS, TURNS, ServerSettings
 
 from .endings import Ended
 from .loading import open_model
@@ -62,7 +62,7 @@ def serve(
     ssl_certfile: Annotated[Path | None, setting("ssl_certfile")] = ServerSettings.ssl_certfile,
     ssl_keyfile: Annotated[Path | None, setting("ssl_keyfile")] = ServerSettings.ssl_keyfile,
     max_sessions: Annotated[int, setting("max_sessions")] = ServerSettings.max_sessions,
-    max_audio_seconds: Annotated[float, setting("max_audio_seconds")] = ServerSettings.max_audio_seconds,
+    max_audio_seconds: Annotated[float | None, setting("max_audio_seconds")] = ServerSettings.max_audio_seconds,
     idle_seconds: Annotated[float, setting("idle_seconds")] = ServerSettings.idle_seconds,
     setup_seconds: Annotated[float, setting("setup_seconds")] = ServerSettings.setup_seconds,
     max_message_bytes: Annotated[int | None, setting("max_message_bytes")] = ServerSettings.max_message_bytes,
@@ -70,6 +70,9 @@ def serve(
         float, setting("disconnect_grace_seconds")
     ] = ServerSettings.disconnect_grace_seconds,
     typed_voice: Annotated[str | None, setting("typed_voice")] = ServerSettings.typed_voice,
+    turns: Annotated[str, setting("turns")] = ServerSettings.turns,
+    instructions: Annotated[str | None, setting("instructions")] = ServerSettings.instructions,
+    function_timeout: Annotated[float, setting("function_timeout")] = ServerSettings.function_timeout,
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
     compiled: Compiled = None,
@@ -89,6 +92,8 @@ def serve(
         raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
     if protocol not in PROTOCOLS:
         raise typer.BadParameter(f"{protocol} is none of {', '.join(PROTOCOLS)}.", param_hint="--protocol")
+    if turns not in TURNS:
+        raise typer.BadParameter(f"{turns} is none of {', '.join(TURNS)}.", param_hint="--turns")
     _check_tls(ssl_certfile, ssl_keyfile)
     if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
         raise InputError("--api-key must be printable and without spaces.")
@@ -122,6 +127,9 @@ def serve(
         max_message_bytes=max_message_bytes,
         disconnect_grace_seconds=disconnect_grace_seconds,
         typed_voice=typed_voice,
+        turns=turns,
+        instructions=instructions,
+        function_timeout=function_timeout,
     )
     wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
     _log(log_level)

@@ -229,7 +229,7 @@ class OpenAISession:
             messages.Open(
                 system_prompt=prompt,
                 seed=0,
-                max_seconds=self.settings.max_audio_seconds,
+                max_seconds=self.settings.audio_seconds,
                 tools=tools,
                 turns=self.config.owner,
                 pace=messages.Pace(),

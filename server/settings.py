@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from mlx_voicechat.tools import Tool
 
 PROTOCOLS = ("mlxcel", "openai", "duplex", "strict-v3")  # the dialects' names, everywhere
+TURNS = ("client", "server")  # who ends the user's turns in strict-v3
+AUDIO_SECONDS, STRICT_V3_SECONDS = 600.0, 960.0  # 12,000 frames
 MESSAGE_BYTES, LONG_MESSAGE_BYTES = 2**20, 15 * 2**20  # of one message, unless an option says otherwise
 
 
@@ -51,8 +53,14 @@ class ServerSettings:
     )
     ssl_keyfile: Path | None = field(default=None, metadata=told("FILE", "Its key, if not in the same file."))
     max_sessions: int = field(default=1, metadata=told("N", "Conversations at once, in turns.", min=1, max=1000))
-    max_audio_seconds: float = field(
-        default=600.0, metadata=told("SECONDS", "Audio that one conversation may hear.", above=0)
+    max_audio_seconds: float | None = field(
+        default=None,
+        metadata=told(
+            "SECONDS",
+            "Audio that one conversation may hear.",
+            above=0,
+            show_default=f"{AUDIO_SECONDS:g}; of strict-v3 {STRICT_V3_SECONDS:g}",
+        ),
     )
     idle_seconds: float = field(
         default=120.0, metadata=told("SECONDS", "End a conversation without a message.", above=0)
@@ -83,6 +91,29 @@ class ServerSettings:
     )
     tools: tuple[Tool, ...] = ()  # for clients that bring none; each with what calls it
     wait_for_tools: bool = False  # for a client that is faster than real time
+
+    tools: tuple[Tool, ...] = ()  # for clients that bring none; each with what calls it
+    turns: str = field(
+        default=TURNS[0],
+        metadata=told("|".join(TURNS), "Who ends a user's turn in strict-v3: the client, or the model."),
+    )
+    instructions: str | None = field(
+        default=None,
+        metadata=told("TEXT", "The system prompt of strict-v3's clients that bring none.", show_default=False),
+    )
+    function_timeout: float = field(
+        default=30.0, metadata=told("SECONDS", "How long strict-v3 waits for the result of a call.", above=0)
+    )
+
+    @property
+    def audio_seconds(self) -> float:
+        """What a conversation may hear."""
+        return AUDIO_SECONDS if self.max_audio_seconds is None else self.max_audio_seconds
+
+    @property
+    def strict_v3_seconds(self) -> float:
+        """The same in strict-v3, which has a limit of its own."""
+        return STRICT_V3_SECONDS if self.max_audio_seconds is None else self.max_audio_seconds
 
     @property
     def model_id(self) -> str:
