@@ -141,6 +141,10 @@ class OpenAISession:
         self._close(closing)
         self.end()
 
+    def is_new(self, message: dict[str, Any]) -> bool:
+        """Whether a message was not taken before; only what is resumed can be sent again."""
+        return True
+
     # -- what others see -----------------------------------------------------------------------------------------
 
     @property
@@ -327,10 +331,8 @@ class OpenAISession:
     def _respond(self) -> Response:
         """A new response; all of its question comes first."""
         self._touched = True
-        detector = self.ear.detector
-        heard_ms = 0 if detector is None else round(detector.heard_ms)
-        self.utterances.answered(heard_ms)
-        if detector is not None and detector.speaking:
+        self.utterances.answered(self.ear.heard_ms)
+        if self.ear.detector is not None and self.ear.detector.speaking:
             self.ear.forget()
         metadata, self.wanted = self.wanted, None
         self.asked = self.turn_due or self.answer_due
@@ -410,6 +412,8 @@ class OpenAISession:
             self.frames_left(1)
         self._delta_sent = True
         self.utterances.frame()
+        if event.unheard:
+            self.ear.silence(self.engine.config.frame_samples_in)
 
     def _turn_opened(self, _: TurnOpened) -> None:
         self._dropping = False

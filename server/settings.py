@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_voicechat.tools import Tool
 
 PROTOCOLS = ("mlxcel", "openai", "duplex", "strict-v3")  # the dialects' names, everywhere
 MESSAGE_BYTES, LONG_MESSAGE_BYTES = 2**20, 15 * 2**20  # of one message, unless an option says otherwise
@@ -78,6 +81,8 @@ class ServerSettings:
             show_default=False,
         ),
     )
+    tools: tuple[Tool, ...] = ()  # for clients that bring none; each with what calls it
+    wait_for_tools: bool = False  # for a client that is faster than real time
 
     @property
     def model_id(self) -> str:
