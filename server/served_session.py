@@ -186,6 +186,8 @@ class ServedSession:
 
     def _pause(self, request: messages.Pause) -> None:
         self._paused = request.paused
+        if self._pacer is not None:
+            (self._pacer.stand_still if request.paused else self._pacer.go_on)(self._now())
 
     def _cancel(self, request: messages.Cancel) -> None:
         rest: list[EngineEvent] = [request for request in self._waiting if isinstance(request, Relay)]
