@@ -72,6 +72,7 @@ class OpenAISession:
         self.utterances = Utterances(self.emit, self.items, beta, self._unanswered)
         self.response: Response | None = None
         self.calls: dict[str, str | None] = {}  # open calls and the results that wait to be given
+        self.operators = False  # the tools are the server's own: the client brought none
         self.answer_due = False  # results are given, and the answer's turn has not opened
         self.turn_due = False  # a turn was asked for, and has not opened
         self.wanted: dict[str, Any] | None = None  # the metadata of the response that was asked for
@@ -225,12 +226,13 @@ class OpenAISession:
 
     def _put_open(self, history: tuple[str, ...]) -> None:
         prompt, tools = self.config.prompt
+        self.operators = not tools and self.config.tool_choice != "none"
         self.put(
             messages.Open(
                 system_prompt=prompt,
                 seed=0,
                 max_seconds=self.settings.max_audio_seconds,
-                tools=tools,
+                tools=self.settings.tools if self.operators else tools,
                 turns=self.config.owner,
                 pace=messages.Pace(),
                 history=history,
@@ -430,6 +432,8 @@ class OpenAISession:
         self._after_turn()
 
     def _function_call(self, event: FunctionCall) -> None:
+        if self.operators:  # it runs here, and is not the client's
+            return
         response = self.response
         if response is not None and response.item is not None:
             response.end("completed")
