@@ -64,6 +64,14 @@ class Ring:
         self._skip_to = self.written
 
 
+def _drained(ring: Ring) -> Samples:
+    """All that waits (S,)."""
+    import numpy as np
+
+    block = np.empty(ring.waiting, np.float32)
+    return block[: ring.read_into(block)]
+
+
 class Capture:
     """The microphone at its own rate -> samples at the model's. `hear` is the audio callback."""
 
@@ -75,6 +83,7 @@ class Capture:
         self._resampler = Resampler(device_hz, rate_hz)
         self._lost = 0
         self.overflows = 0  # times that the system had to drop samples
+        self.bad = 0  # samples that were no numbers
         self.peak = 0.0  # of all that was taken
 
     @property
@@ -99,11 +108,13 @@ class Capture:
         self.overflows += bool(status.input_overflow)
 
     def take(self) -> Samples:
-        """What has come since, resampled (S,), possibly nothing."""
+        """What has come since, resampled (S,), possibly nothing; a sample that is no number is silence."""
         import numpy as np
 
-        block = np.empty(self._ring.waiting, np.float32)
-        self._ring.read_into(block)
+        block = _drained(self._ring)
+        bad = ~np.isfinite(block)
+        self.bad += int(bad.sum())
+        block[bad] = 0
         if len(block):
             self.peak = max(self.peak, float(np.abs(block).max()))
         return self._resampler.push(block)
@@ -126,6 +137,7 @@ class Playback:
         self._device_hz = device_hz
         self._frame_samples = round(frame_seconds * device_hz)
         self._ring = Ring(round(PLAYBACK_SECONDS * device_hz))
+        self._played = Ring(round(CAPTURE_SECONDS * device_hz))
         self._resampler = Resampler(rate_hz, device_hz)
         self._fade_samples = round(FADE_SECONDS * device_hz)
         self._calm_samples = 0
@@ -172,6 +184,10 @@ class Playback:
         self._write(self._resampler.finish())
         self._ending = True
 
+    def take_played(self) -> Samples:
+        """What was given to the loudspeaker since (S,), at its own rate: speech and silence, as it sounds."""
+        return _drained(self._played)
+
     def _write(self, samples: Samples) -> None:
         self.lost += len(samples) - self._ring.write(samples)
 
@@ -181,6 +197,11 @@ class Playback:
         """Fill a block (frames, channels): what waits, or silence while there is not enough."""
         self.underflows += bool(status.output_underflow)
         outdata[:] = 0
+        self._fill(outdata[:, 0], frames)
+        outdata[:, 1:] = outdata[:, :1]
+        self._played.write(outdata[:, 0])
+
+    def _fill(self, first: Samples, frames: int) -> None:
         if self._emptied:
             self._emptied, self._filling = False, True
         if self._filling:
@@ -189,13 +210,11 @@ class Playback:
             if self._ring.waiting < enough and not self._ending:
                 return
             self._filling = False
-        first = outdata[:, 0]
         count = self._ring.read_into(first)
         if count < frames and not self._ending:
             self._starve(first[:count])
         else:
             self._calm(count)
-        outdata[:, 1:] = outdata[:, :1]
 
     def _starve(self, rest: Samples) -> None:
         import numpy as np

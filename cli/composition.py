@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mlx_voicechat.config import ModelConfig
-from mlx_voicechat.gauges import memory
-from mlx_voicechat.gauges.memory import KNOWN, NETWORKS, WIDTHS, Announced, network
+from mlx_voicechat.gauges.memory import WIDTHS, Announced, States
+from mlx_voicechat.weights.layout import NETWORKS, network
 from mlx_voicechat.weights.shards import Stored
 
 OTHER = "other"  # tensors of no network
@@ -44,7 +44,7 @@ def composition(
     """By network and by precision (`f32`, `bf16`, `4-bit`, `mxfp4` ...), in the order of NETWORKS."""
     found: dict[str, dict[str, Part]] = {name: {} for name in (*NETWORKS, OTHER)}
     for name, tensor in stored.items():
-        place = found[network(name) if name.startswith(KNOWN) else OTHER]
+        place = found[network(name) or OTHER]
         precision, part = _part(name, tensor, quantization)
         place[precision] = place.get(precision, Part(0, 0)) + part
     return {name: dict(sorted(parts.items())) for name, parts in found.items() if parts}
@@ -66,17 +66,16 @@ def _bits(entry: Mapping[str, Any]) -> int:
     return bits if isinstance(bits, int) and bits > 0 else 8
 
 
-def longest(config: ModelConfig, stored: Mapping[str, Stored], announced: Announced, available_bytes: int) -> Longest:
+def longest(config: ModelConfig, states: States, announced: Announced, available_bytes: int) -> Longest:
     """How long a conversation can be, in so much memory: keys and values grow with it.
 
     `announced`: of this checkpoint, with a conversation of any length.
     """
-    width = memory.llm_width(stored)
     room = available_bytes - announced.loaded - announced.opening
     low, high = 0, LONGEST_FRAMES
     while low < high:  # the most frames that fit
         middle = (low + high + 1) // 2
-        if sum(memory.session(config, width, middle).values()) <= room:
+        if sum(states.session(middle).values()) <= room:
             low = middle
         else:
             high = middle - 1

@@ -45,8 +45,8 @@ def download(
 
 def _fetch(repository: str, revision: str | None) -> str:
     """The folder of a repository's checkpoint, downloaded if need be."""
-    from mlx_voicechat.config import check_config
     from mlx_voicechat.weights import hub, hub_cache
+    from mlx_voicechat.weights.config_file import check_config
 
     if not hub.is_repository_id(repository):
         known = ", ".join(hub_cache.PUBLISHED)

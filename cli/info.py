@@ -63,10 +63,9 @@ def info(
 
 def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
     """Everything `info` tells. Raises CheckpointError and, for an unknown `speech_weights`, InputError."""
-    from mlx_voicechat.config import read_config, read_json
     from mlx_voicechat.gauges import memory
     from mlx_voicechat.weights import checkpoint, hub_cache
-    from mlx_voicechat.weights.shards import verify
+    from mlx_voicechat.weights.precision import llm_is_float32
 
     from . import composition
 
@@ -74,21 +73,22 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
     facts = {"model": model, "folder": str(folder.resolve())}
     if hub_cache.layout(folder) == "nvidia":
         return facts | _original(folder)
-    config, stored = read_config(folder), verify(folder)
-    version = checkpoint.stored_format(folder)
-    plan = memory.speech_plan(config, stored, speech_weights)
+    opened = checkpoint.open_folder(folder)
+    config, stored, version = opened.config, opened.stored, opened.format
+    states = memory.States(config, float32_llm := llm_is_float32(stored))
+    plan = memory.speech_plan(config, stored, speech_weights, states)
     lengths = {seconds: round(seconds / config.frame_seconds) for seconds in ANNOUNCED_SECONDS}
-    announced = {s: memory.announce(config, stored, n, requantise=plan) for s, n in lengths.items()}
+    announced = {s: memory.announce(config, stored, n, requantise=plan, states=states) for s, n in lengths.items()}
     first = announced[ANNOUNCED_SECONDS[0]]
     have = memory.machine()
-    warning = memory.shortfall(config, stored, have, plan)
+    warning = memory.shortfall(config, stored, have, plan, states)
     return {
         **facts,
         "kind": config.demonstration or ("random weights" if config.synthetic else ""),
         "format": f"mlx-voicechat {version}" if version else "mlx-community",
-        "conversion": read_json(folder).get(checkpoint.CONVERSION_KEY) or {},
+        "conversion": opened.raw.get(checkpoint.CONVERSION_KEY) or {},
         "quantization": quantization(config),
-        "language_type": "f32" if checkpoint.llm_is_float32(stored) else "bf16",
+        "language_type": "f32" if float32_llm else "bf16",
         **_stored(folder, stored, config.quantization),
         "speech_weights": "q8" if plan else "f32",
         "sizes": sizes(config),
@@ -97,7 +97,7 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
         "resident_bytes": first.weights | {"text_table": first.text_table, "other": first.constants},
         "loaded_bytes": first.loaded,
         "announced_bytes": {str(seconds): each.total for seconds, each in announced.items()},
-        "longest": composition.longest(config, stored, first, have.available)._asdict(),
+        "longest": composition.longest(config, states, first, have.available)._asdict(),
         "machine": {"memory_bytes": have.total, "available_bytes": have.available},
         "fits": warning is None,
         "warning": warning,
@@ -106,7 +106,7 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
 
 def _original(folder: Path) -> dict[str, Any]:
     """What can be told of NVIDIA's original."""
-    from mlx_voicechat.config import read_json
+    from mlx_voicechat.weights.config_file import read_json
     from mlx_voicechat.weights.shards import verify
 
     model = read_json(folder).get("model")
@@ -124,21 +124,21 @@ def _original(folder: Path) -> dict[str, Any]:
 
 def _stored(folder: Path, stored: Mapping[str, Stored], quantised: Mapping[str, Any]) -> dict[str, Any]:
     """What the files hold."""
-    from mlx_voicechat.weights import checkpoint
-    from mlx_voicechat.weights.shards import files
+    from mlx_voicechat.weights import layout
 
     from . import composition
 
     networks = composition.composition(stored, quantised)
+    files = {tensor.file for tensor in stored.values()}
     return {
-        "files": len(files(folder)),
-        "stored_bytes": sum((folder / name).stat().st_size for name in files(folder)),
+        "files": len(files),
+        "stored_bytes": sum((folder / name).stat().st_size for name in files),
         "tensors": len(stored),
         "types": types(stored),
         "networks": {
             name: {precision: part._asdict() for precision, part in parts.items()} for name, parts in networks.items()
         },
-        "voices": sorted(n.removeprefix(checkpoint.VOICE_PREFIX) for n in stored if checkpoint.VOICE_PREFIX in n),
+        "voices": layout.voices(stored),
     }
 
 

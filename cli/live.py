@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mlx_voicechat import AudioFrame, Event
+    from mlx_voicechat.sound.echo import EchoCanceller
     from mlx_voicechat.sound.pcm import Samples
 
     from .client import Notice, Wire
@@ -33,7 +34,8 @@ STALLED_SECONDS = 2.0  # without a sample played: what is left at the end is giv
 class Live(Dialogue):
     """The microphone and the loudspeaker, once `opened`. Ctrl-C commits and lets the rest be played; again, it ends.
 
-    `say` gets a line for the person; `here` tells whether the model runs in this process.
+    `say` gets a line for the person; `here` tells whether the model runs in this process; `canceller` makes one for
+    (near_rate_hz, far_rate_hz, delay_ms), None for a microphone that is heard as it is.
     """
 
     audible = True
@@ -48,12 +50,15 @@ class Live(Dialogue):
         duration: float | None,
         half_duplex: bool,
         here: bool,
+        canceller: Callable[[int, int, int], EchoCanceller] | None = None,
     ) -> None:
         super().__init__()
         self._devices, self._microphone, self._loudspeaker = devices, microphone, loudspeaker
         self._say, self._here = say, here
+        self._make_canceller = canceller
+        self._canceller: EchoCanceller | None = None
         self._duration, self._half_duplex = duration, half_duplex
-        self._stopping = self._said_loss = self._judged = False
+        self._stopping = self._said_loss = self._said_bad = self._judged = False
         self._announced = BEHIND_SECONDS / 2
         self._stopped: DeviceError | None = None
 
@@ -63,13 +68,17 @@ class Live(Dialogue):
         self._capture = Capture(self._microphone.rate_hz, wire.input_rate_hz)
         self._playback = Playback(wire.output_rate_hz, self._loudspeaker.rate_hz, wire.frame_seconds)
         self._streams: list[Any] = []
-        self._model = wire.model
+        self._model, self._input_hz = wire.model, wire.input_rate_hz
         try:
             pairs = ((self._loudspeaker, self._playback.fill), (self._microphone, self._capture.hear))
             for device, callback in pairs:
                 self._streams.append(self._devices.open(device, callback))
                 with self._devices.naming(device):
                     self._streams[-1].start()
+            if self._make_canceller:
+                delay_ms = round(1000 * sum(float(stream.latency) for stream in self._streams))
+                self._canceller = self._make_canceller(wire.input_rate_hz, self._loudspeaker.rate_hz, delay_ms)
+                self._matched = False  # whether far and near sound begin together
             self._say(f"{self._microphone.name} listens, {self._loudspeaker.name} speaks; Ctrl-C ends.")
             yield
         finally:
@@ -108,21 +117,44 @@ class Live(Dialogue):
         while True:
             await asyncio.sleep(POLL_SECONDS)
             ending = self._stopping or self._silent_for_good()
-            samples = self._capture.take()
-            if ending:
-                samples = _joined(samples, self._capture.finish())
+            samples = self._hear(ending)
             if left is not None:
                 samples = samples[:left]
                 left -= len(samples)
                 ending = ending or not left
-            if self._half_duplex and self._playback.speaking:
+            if self._is_off():
                 samples = samples * 0
             if len(samples):
                 await wire.append(samples)
+            await self._between(wire)
             self._judge()
             if ending:
                 await wire.commit()
                 return
+
+    def _is_off(self) -> bool:
+        """Whether the microphone is off: silence is said in its place."""
+        return self._half_duplex and self._playback.speaking
+
+    async def _between(self, wire: Wire) -> None:
+        """What is to be told between two pieces of sound."""
+
+    def _hear(self, ending: bool) -> Samples:
+        """What the microphone has brought, without what the loudspeaker played; `ending`: all of it."""
+        samples = self._capture.take()
+        if ending:
+            samples = _joined(samples, self._capture.finish())
+        if self._canceller is None:
+            return samples
+        played = self._playback.take_played()
+        if not self._matched:
+            # The loudspeaker began earlier: what it played before would keep the rest from being there in time.
+            count = round(len(samples) * self._loudspeaker.rate_hz / self._input_hz)
+            played = played[max(len(played) - count, 0) :]
+            self._matched = len(samples) > 0
+        self._canceller.far(played)
+        samples = self._canceller.near(samples)
+        return _joined(samples, self._canceller.finish()) if ending else samples
 
     async def _listen(self, wire: Wire, take: Callable[[Event], bool]) -> None:
         await super()._listen(wire, take)
@@ -162,14 +194,18 @@ class Live(Dialogue):
                 self._say(f"the model is {behind:.1f} s behind: answers come that much later.{more}")
 
     def _silent_for_good(self) -> bool:
-        """Whether the microphone has stopped: unplugged, say."""
+        """Whether the microphone or the loudspeaker has stopped: unplugged, say."""
         now = asyncio.get_running_loop().time()
         if self._capture.waiting_seconds:
             self._last_sample = now
-        if self._streams[1].active and now - self._last_sample < STOPPED_SECONDS:
+        loudspeaker, microphone = self._streams
+        if not loudspeaker.active:
+            which = f"loudspeaker {self._loudspeaker.name}"
+        elif not microphone.active or now - self._last_sample >= STOPPED_SECONDS:
+            which = f"microphone {self._microphone.name}"
+        else:
             return False
-        name = self._microphone.name
-        self._stopped = DeviceError(f"The microphone {name} has stopped.", "Was it unplugged, or taken by another?")
+        self._stopped = DeviceError(f"The {which} has stopped.", "Was it unplugged, or taken by another?")
         return True
 
     def _judge(self) -> None:
@@ -177,6 +213,9 @@ class Live(Dialogue):
         if not self._said_loss and self._capture.lost_seconds:
             self._said_loss = True
             self._say("the model is so far behind that the microphone is not heard for now.")
+        if not self._said_bad and self._capture.bad:
+            self._said_bad = True
+            self._say(f"{self._microphone.name} brings samples that are no numbers: they are heard as silence.")
         if self._judged or self._capture.seconds < HEARD_SECONDS:
             return
         self._judged = True

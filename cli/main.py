@@ -12,13 +12,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-DEBUG_VARIABLE = "MLX_VOICECHAT_DEBUG"
-NO_FOLDER = "No usable temporary directory"  # Python's words, with the folders that it has tried
+from .endings import Ended, report
+
 ENDINGS = ("SIGINT", "SIGTERM", "SIGHUP")
-
-
-class Ended(SystemExit):
-    """A signal ended the command; raised where it struck, so that temporary files are removed."""
 
 
 def main() -> None:
@@ -46,35 +42,6 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         return report(error)
     return code if isinstance(code, int) else 0
-
-
-def report(error: Exception) -> int:
-    """Print `error: ...` on stderr, one line, and return the exit code; the traceback only for those who ask for it."""
-    from mlx_voicechat.errors import VoiceChatError
-
-    from .render import complain
-
-    if os.environ.get(DEBUG_VARIABLE) == "1":
-        import traceback
-
-        complain("".join(traceback.format_exception(error)).rstrip())
-    format_usage = getattr(error, "format_message", None)  # typer's own errors, whichever click it comes with
-    if format_usage is not None:
-        context = getattr(error, "ctx", None)
-        hint = f" See '{context.command_path} --help'." if context is not None else ""
-        message, code = format_usage().rstrip(".") + "." + hint, getattr(error, "exit_code", 2)
-    elif isinstance(error, VoiceChatError):
-        message, code = str(error), error.exit_code
-    elif isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        message, code = f"{where}{error.strerror}.", 1
-        if NO_FOLDER in error.strerror:
-            message += " They are full, or not yours to write: set TMPDIR to a folder that is."
-    else:
-        message = f"Unexpected {type(error).__name__}: {error}. Set {DEBUG_VARIABLE}=1 to see where it comes from."
-        code = 1
-    complain("error: " + " ".join(message.split()))
-    return code
 
 
 def _open_standard_streams() -> None:

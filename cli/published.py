@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 from mlx_voicechat import assets
-from mlx_voicechat.config import ModelConfig, parse_config
+from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.gauges import memory
-from mlx_voicechat.weights import inventory
+from mlx_voicechat.weights import layout
+from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.hub_cache import DOWNLOAD_BYTES
 from mlx_voicechat.weights.precision import LONG_SECONDS
 from mlx_voicechat.weights.shards import Stored
-from mlx_voicechat.weights.synthetic import GROUP_SIZE, QUANTISED
+from mlx_voicechat.weights.synthetic import GROUP_SIZE
 
 
 def needs() -> dict[str, tuple[int, int]]:
@@ -33,9 +34,9 @@ def headers(config: ModelConfig, bits: int | None) -> dict[str, Stored]:
     For 4 bits 1,878 tensors: the original's 1,632, and scales and biases of 123 layers.
     """
     found = {}
-    for name, shape in inventory.originals(config).items():
-        if bits is None or not QUANTISED.search(name):
-            kind = "I32" if inventory.is_integer(name) else "F32" if name.endswith(".A_log") else "BF16"
+    for name, shape in layout.shapes(config, buffers=True).items():
+        if bits is None or not layout.LANGUAGE_MATRIX.search(name):
+            kind = "I32" if layout.is_integer(name) else "F32" if name.endswith(".A_log") else "BF16"
             found[name] = Stored("", shape, kind)
             continue
         rows, inputs = shape

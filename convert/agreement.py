@@ -11,12 +11,13 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_voicechat import assets
 from mlx_voicechat.errors import InputError, VoiceChatError
 from mlx_voicechat.frame import Frame
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.sound.recordings import INPUT_RATE_HZ, read_all
 from mlx_voicechat.voicechat import VoiceChat, load
-from mlx_voicechat.weights import checkpoint, layout
+from mlx_voicechat.weights import checkpoint, layout, precision
 from mlx_voicechat.weights.shards import Stored
 
 from .source import Say, Source
@@ -26,7 +27,6 @@ LONGEST_SECONDS = 10.0
 REPLY_SECONDS = 2.0  # of silence after the recording, in which the model answers
 SILENT_SECONDS = 1.0
 SILENCE_DBFS = -45.0  # root mean square of what the codes of silence decode to, at most
-LANGUAGE = ("stt_model.llm.", "stt_model.embed_tokens.", "stt_model.lm_head.", "stt_model.function_head.")
 
 
 class Run(NamedTuple):
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 def recording(path: Path | None) -> np.ndarray:
     """Samples (S,) at the model's rate of a file or of the example; AudioError, InputError."""
     if path is None:
-        package = Path(memory.__file__).parent
+        package = assets.FOLDER.parent
         places = (package / EXAMPLE, package.parent / EXAMPLE)  # installed, and a working copy
         path = next((place for place in places if place.is_file()), None)
         if path is None:
@@ -79,15 +79,15 @@ def reference(source: Source, wide: bool) -> VoiceChat:
     for name in source.tensors:
         blocks = [block.array for block in source.blocks(name)]
         whole = blocks[0] if len(blocks) == 1 else mx.concatenate(blocks)
-        narrow = not wide and name.startswith(LANGUAGE) and mx.issubdtype(whole.dtype, mx.floating)
+        narrow = not wide and layout.network(name) == "language" and mx.issubdtype(whole.dtype, mx.floating)
         arrays[name] = whole.astype(mx.bfloat16) if narrow else whole
         mx.eval(arrays[name])
         del blocks, whole
     stored = stored_types(source)
     assembled = layout.assemble(arrays, torch_layout=False)
     del arrays
-    float32_llm = wide and checkpoint.llm_is_float32(stored)
-    settled = {path: checkpoint.settle(path, array, float32_llm) for path, array in assembled.items()}
+    float32_llm = wide and precision.llm_is_float32(stored)
+    settled = {path: layout.settle(path, array, float32_llm) for path, array in assembled.items()}
     del assembled
     config = replace(source.config, quantization={})
     with tempfile.TemporaryDirectory() as folder:  # a text table that is made here is no other program's
@@ -102,9 +102,9 @@ def stored_types(source: Source) -> dict[str, Stored]:
 
 def _needed_bytes(source: Source, wide: bool) -> int:
     total = 0
-    wide = wide and checkpoint.llm_is_float32(stored_types(source))
+    wide = wide and precision.llm_is_float32(stored_types(source))
     for name, tensor in source.tensors.items():
-        half = name.startswith(LANGUAGE) and not wide
+        half = layout.network(name) == "language" and not wide
         total += math.prod(tensor.shape) * (2 if half else 4)
     return total
 

@@ -12,24 +12,24 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_voicechat.config import ModelConfig, parse_config
+from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import CheckpointError, InputError
 from mlx_voicechat.networks.ear_tts import EarTts
-from mlx_voicechat.text import Tokenizer, character_table
-from mlx_voicechat.weights import checkpoint, quantization, text_table
+from mlx_voicechat.networks.linear import product_of_many_rows
+from mlx_voicechat.text import character_table
+from mlx_voicechat.weights import checkpoint, layout, quantization, text_table
 from mlx_voicechat.weights.checkpoint import CONVERSION_KEY
+from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.hub import BASE_PATTERNS, gigabytes
 
 from . import card, writer
 from .plans import Plan, Quantised, Setting
-from .source import BLOCK_BYTES, Block, Say, Source, Tensor
+from .source import BLOCK_BYTES, Block, Say, Source, Tensor, stored_bytes
 from .writer import Entry
 
 LAYOUT_NAMES = {"nvidia": "NVIDIA's original", "mlx-community": "mlx-community layout", "ours": "mlx-voicechat format"}
 PUBLIC_CONVERSION_KEY = "mlx_conversion"  # of the public converter: says how its output was quantised
 WORKING_COPIES = 10  # of a block: read, re-laid, in MLX, rounded, packed, and what MLX keeps for reuse
-TTS_PREFIX = "tts_model.tts_model."
-TEXT_PARTS = ("embed_subword.", "gated_fusion_audio_text.")  # of the TTS: what the text table is made of
 TOKENIZER_FILES = [name for name in BASE_PATTERNS if name != "config.json"]
 
 Progress = Callable[[int, int], Any]  # bytes written, of how many
@@ -70,7 +70,7 @@ class Job:
         mixed = [math.prod(t.shape) * 4 for t in self.source.tensors.values() if self.source.read_whole(t)]
         tts = self.source.config
         table = 2 * tts.llm.vocab_size * tts.tts.hidden_size * 4
-        characters = [math.prod(t.shape) * 4 for n, t in self.source.tensors.items() if "embed_subword." in n]
+        characters = [math.prod(t.shape) * 4 for n, t in self.source.tensors.items() if layout.SUBWORD.match(n)]
         return max(WORKING_COPIES * max([BLOCK_BYTES, *mixed]), table + sum(characters))
 
     def quantisation(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Job:
     def describe(self, target: Path) -> list[str]:
         """What a user should know before the work."""
         source, count = self.source, len(self.source.tensors)
-        held = sum(part.bytes for tensor in source.tensors.values() for part in tensor.parts.values())
+        held = sum(stored_bytes(part) for tensor in source.tensors.values() for part in tensor.parts.values())
         rules = "; ".join(f"{text}: {setting}" for text, setting in self.plan.described().items())
         return [
             f"source: {source.name}, {LAYOUT_NAMES[source.layout]}, {count:,} tensors, {gigabytes(held)}",
@@ -250,15 +250,13 @@ def _bytes(array: mx.array) -> memoryview:
 
 def _write_text_table(folder: Path, config: ModelConfig, source: Source, say: Say) -> None:
     """The table that `load` would make of what was just written; that of the source where it is the same."""
-    tts = text_side(folder, config, source.tokenizer)
+    tts = text_side(folder)
     characters = character_table(source.tokenizer)
     fingerprint, shape = text_table.fingerprint_of(tts, config.tts.characters, characters)
     table = text_table.read(source.folder / text_table.OWN_FILE, fingerprint, shape)
     if table is None:
-        fusion = tts.gated_fusion_audio_text
-        fusion.prepare()
         say(f"text table: {shape[0]:,} tokens, {gigabytes(4 * shape[0] * shape[1])}")
-        table = text_table.fast(tts, lambda: tts.embed_subword.table(characters, fusion.text))
+        table = tts.text_rows(characters, product_of_many_rows())
     entry = Entry(text_table.TENSOR, "F32", shape)
     beginning, starts = writer.header([entry], text_table.facts(fingerprint))
     with writer.File(folder / text_table.OWN_FILE) as file:
@@ -266,10 +264,11 @@ def _write_text_table(folder: Path, config: ModelConfig, source: Source, say: Sa
         file.write(_bytes(table), starts[entry.name])
 
 
-def text_side(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> EarTts:
-    """A TTS of which only the parts that the text table is made of have their weights."""
-    parameters = checkpoint.load_parameters(folder, config, tokenizer)
-    tts = EarTts(config.tts, config.llm.vocab_size)
-    paths = {path.removeprefix(TTS_PREFIX): array for path, array in parameters.items()}
-    tts.load_weights([(path, array) for path, array in paths.items() if path.startswith(TEXT_PARTS)], strict=False)
+def text_side(folder: Path) -> EarTts:
+    """The TTS of the checkpoint in `folder`, of which only the parts that the text table is made of have weights."""
+    opened = checkpoint.open_folder(folder)
+    tts = EarTts(opened.config.tts, opened.config.llm.vocab_size)
+    parameters = opened.parameters().items()
+    made_of = [(layout.own_name(path), array) for path, array in parameters if layout.TEXT_SIDE.match(path)]
+    tts.load_weights(made_of, strict=False)
     return tts

@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import mlx.core as mx
 
 from mlx_voicechat.errors import InputError
-from mlx_voicechat.weights import precision
-from mlx_voicechat.weights.checkpoint import partners
+from mlx_voicechat.weights import layout
+from mlx_voicechat.weights.layout import partners
 from mlx_voicechat.weights.quantization import FIXED
 from mlx_voicechat.weights.shards import some_of
 
@@ -171,7 +171,7 @@ def quantisable(name: str, facts: Facts) -> bool:
 
     Not: norms, biases, convolutions, LSTM, codebooks, latents, `low_mat`, and what the text table is made of.
     """
-    known = LANGUAGE.fullmatch(name) or precision.LAYERS.search(name)
+    known = LANGUAGE.fullmatch(name) or layout.SPEECH_MATRIX.search(name)
     return len(facts.shape) == 2 and not facts.integer and known is not None
 
 
@@ -215,7 +215,7 @@ def _language(body: Quantised, heads: Quantised) -> tuple[Rule, ...]:
 A_LOG = _rule("*.A_log", r".*\.A_log", "keep")
 EVERYTHING_BF16 = _rule("*", ".*", "bf16")
 EIGHT = Quantised(8, 64)
-SPEECH = _rule("encoder, TTS and MoG matrices", rf"(?={precision.LAYERS.pattern}).*", EIGHT, Quantised(8, 32))
+SPEECH = _rule("encoder, TTS and MoG matrices", rf"(?={layout.SPEECH_MATRIX.pattern}).*", EIGHT, Quantised(8, 32))
 
 
 def _named() -> dict[str, Plan]:

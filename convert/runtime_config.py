@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_voicechat.config import MAX_SYMBOLS, MODEL_TYPE, RUNTIME_CONFIG_VERSION
+from mlx_voicechat.config import MAX_SYMBOLS
 from mlx_voicechat.errors import CheckpointError
+from mlx_voicechat.weights.config_file import MODEL_TYPE, RUNTIME_CONFIG_VERSION
 from mlx_voicechat.weights.shards import some_of
 
 # Keys of the base LLM's config; each may also be called like the second. Absent ones are left to `parse_config`.

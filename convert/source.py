@@ -13,12 +13,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from mlx_voicechat.config import ModelConfig, is_original, parse_config, read_json
+from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import CheckpointError, HubError, InputError
 from mlx_voicechat.text import Tokenizer
-from mlx_voicechat.weights import checkpoint, hub, inventory, layout
+from mlx_voicechat.weights import checkpoint, hub, layout
+from mlx_voicechat.weights.config_file import is_original, parse_config, read_json
 from mlx_voicechat.weights.hub_cache import COMMIT
-from mlx_voicechat.weights.shards import files, places, some_of
+from mlx_voicechat.weights.shards import Stored, some_of, verify
 
 from .plans import Facts, Quantised, known_settings
 from .runtime_config import SPECIAL_TOKENS, runtime_config
@@ -43,17 +44,9 @@ TYPES: dict[str, tuple[Any, mx.Dtype]] = {
 INTEGER_TYPES = ("I64", "I32", "U32", "U8")
 
 
-class Stored(NamedTuple):
-    """One tensor in its file: axes as stored, and its first byte."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-    start: int
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(TYPES[self.dtype][0]).itemsize
+def stored_bytes(entry: Stored) -> int:
+    """What a tensor takes in its file."""
+    return math.prod(entry.shape) * np.dtype(TYPES[entry.dtype][0]).itemsize
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,7 @@ class Source:
         entry = tensor.parts[part]
         torch = self.layout != "ours" and part == ""
         count = entry.shape[0] if entry.shape else 1
-        width = entry.bytes // max(1, count)
+        width = stored_bytes(entry) // max(1, count)
         at_once = count if self.read_whole(tensor) else rows or BLOCK_BYTES // max(1, width)
         for row, some in _runs(count, at_once):
             yield Block(row, self._rows(entry, row, some, name if torch else None))
@@ -196,7 +189,7 @@ def open_source(
     else:
         beside, beside_revision = folder, source_revision
     words = Tokenizer(beside)
-    stored = {name: Stored(file, *entry) for file in files(folder) for name, entry in places(folder / file).items()}
+    stored = verify(folder)
     if kind == "nvidia":
         raw = _translate(raw, folder, beside, words, stored)
     config = parse_config(raw, str(folder / "config.json"), {name: entry.shape for name, entry in stored.items()})
@@ -249,7 +242,7 @@ def _public_name(folder: Path) -> str:
 def _layout(raw: Mapping[str, Any], folder: Path) -> Layout:
     if is_original(raw):
         return "nvidia"
-    return "ours" if checkpoint.stored_format(folder) else "mlx-community"
+    return "ours" if checkpoint.stored_format(raw, folder) else "mlx-community"
 
 
 def _translate(
@@ -259,7 +252,7 @@ def _translate(
     ids = {token: words.backend.token_to_id(token) for token in SPECIAL_TOKENS.values()}
     if absent := [token for token, number in ids.items() if number is None]:
         raise CheckpointError(f"{beside}: the tokenizer has no {', '.join(absent)}.", "Name the base LLM's tokenizer.")
-    characters = stored.get("tts_model.tts_model.embed_subword.embed_tokens.weight")
+    characters = stored.get(layout.CHARACTERS)
     base = read_json(beside)
     base = base.get("text_config", base)  # of a runtime config, when the tokenizer is another checkpoint's
     rows = characters.shape[0] if characters and characters.shape else 0
@@ -276,9 +269,8 @@ def tensors(stored: Mapping[str, Stored], config: ModelConfig, kind: Layout, fol
     quantisation = {name: _settings(name, entry) for name, entry in config.quantization.items()}
     found: dict[str, Tensor] = {}
     wrong: list[str] = []
-    prefix = checkpoint.VOICE_PREFIX
-    voices = sorted(name.removeprefix(prefix) for name in stored if name.startswith(prefix))
-    expected = {n: s for n, s in inventory.tensors(config, voices or None).items() if not layout.is_unused(n)}
+    voices = layout.voices(stored)
+    expected = {n: s for n, s in layout.shapes(config, voices or None).items() if not layout.is_unused(n)}
     names = {name for name in stored if not layout.is_unused(name)}
     for name in sorted(names):
         module, _, part = name.rpartition(".")

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 
+from .errors import InputError, brief
 from .networks.codec import CodecState
 from .networks.conformer import PerceptionState
 from .networks.duplex_lm import LlmState
 from .networks.ear_tts import TtsState
 from .networks.rnnt import RnntState
+from .sound.samples import checked_samples, dbfs
 
+QUIET_DBFS = -50.0  # what is louder is somebody who speaks
 NO_FORCE = -1  # not a token id: the model's own choice stands
+
+
+class Calls(Enum):
+    """What the start of a tool call on the function channel does to its own frame."""
+
+    FREE = "free"  # nothing
+    SILENCE = "silence"  # the text id is PAD
+    ALONE = "alone"  # so it is, and any other function id is PAD
+    REFUSE = "refuse"  # it is replaced by PAD, and told
+
+
+class Override(NamedTuple):
+    """What replaces the model's own choice in one frame, inside its graph: ids, or NO_FORCE.
+
+    `spoken` is what the speech generator gets in place of the text id. `held_back`: an own BOS becomes PAD.
+    """
+
+    text: int = NO_FORCE
+    function: int = NO_FORCE
+    spoken: int = NO_FORCE
+    held_back: bool = False
+    calls: Calls = Calls.FREE
+
+
+OWN = Override()
 
 
 class Draws(NamedTuple):
@@ -68,10 +100,169 @@ def leaves(tree: Any) -> list[mx.array]:
 
 @dataclass(frozen=True)
 class Frame:
-    """What one frame gave: ids after the override, RNNT symbols, samples (1764,) float32 and Q codes."""
+    """What one frame gave: ids after the override, RNNT symbols, samples (1764,) float32 and Q codes.
+
+    `refused`: the model asked for a tool call that the override did not let begin.
+    """
 
     text_id: int
     function_id: int
     symbols: tuple[int, ...]
     samples: np.ndarray
     codes: tuple[int, ...]
+    refused: bool = False
+
+
+class Forcing:
+    """The ids that a caller forces; `vocab_size` is the text vocabulary's."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.text: int | None = None  # of the next frame
+        self.functions: deque[int] = deque()  # of the next positions
+        self._vocab_size = vocab_size
+
+    def force(self, text: int | None, function: int | Sequence[int] | None) -> None:
+        """Force a channel, or with None leave it as it was. Raises InputError for what is no token id."""
+        several: list[Any] = list(function) if isinstance(function, list | tuple) else [function]
+        for name, token in [("text", text), *(("function", each) for each in several)]:
+            valid = (
+                isinstance(token, int | np.integer) and not isinstance(token, bool) and 0 <= token < self._vocab_size
+            )
+            if token is not None and not valid:
+                last = self._vocab_size - 1
+                raise InputError(f"force({name}={brief(token)}): a token id is an integer in 0..{last}.")
+        if text is not None:
+            self.text = int(text)
+        if function is not None:
+            self.functions = deque(int(token) for token in several)
+
+    @property
+    def function(self) -> int | None:
+        """The function id of the next position."""
+        return self.functions[0] if self.functions else None
+
+    def frame_ran(self, override: Override) -> None:
+        """A frame ran with this override: what it took of the forced ids is used up."""
+        self.text = None
+        if self.functions and override.function == self.functions[0]:
+            self.functions.popleft()
+
+    def position_ran(self) -> None:
+        """A position without audio took the next function id."""
+        self.functions.popleft()
+
+
+@dataclass(frozen=True)
+class FrameRequest:
+    """An audio frame: all five networks."""
+
+    heard: Heard
+    draws: Draws | None
+    override: Override
+
+
+@dataclass(frozen=True)
+class SpeechRequest:
+    """An audio frame while the language model stands still: transcript and speech alone, of the id `spoken`."""
+
+    heard: Heard
+    draws: Draws
+    spoken: int
+
+
+@dataclass(frozen=True)
+class PositionsRequest:
+    """Positions of the language model between two frames, text PAD, that hear `audio` (1, 1, H).
+
+    `function_ids` are forced; empty is one position whose function id is the model's own.
+    """
+
+    function_ids: tuple[int, ...]
+    audio: mx.array
+
+
+Request: TypeAlias = FrameRequest | SpeechRequest | PositionsRequest
+
+
+class Piece(NamedTuple):
+    """One frame's input: whether it was `loud`, and whether it is a `zero` frame that no audio brought."""
+
+    heard: Heard
+    loud: bool
+    zero: bool
+
+
+class Hearing:
+    """The input of one session, in frames of `frame_samples` at `rate_hz`."""
+
+    def __init__(self, frame_samples: int, rate_hz: int, max_seconds: float | None) -> None:
+        self.limited = False
+        self.limit_due = False  # it is to be announced
+        self._frame_samples, self._rate_hz = frame_samples, rate_hz
+        self._most = math.inf if max_seconds is None else round(max_seconds * rate_hz)
+        self._received = 0
+        self._waiting = np.zeros(0, np.float32)
+        self._in_turn = 0  # how many of those were there when the user's turn ended
+        self._pieces: deque[Piece] = deque()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a whole frame waits."""
+        return bool(self._pieces) or len(self._waiting) >= self._frame_samples
+
+    @property
+    def waits_in_turn(self) -> bool:
+        """Whether a frame waits that came before the end of the user's turn."""
+        return bool(self._pieces) or self._in_turn >= self._frame_samples
+
+    def add(self, samples: Any, rate_hz: Any) -> None:
+        """Add samples (S,) up to the limit. Raises InputError and takes none."""
+        chunk = checked_samples(samples, rate_hz, self._rate_hz)
+        self._received += len(chunk)
+        excess = self._received - self._most
+        if excess > 0:
+            self.limited = self.limit_due = True
+            chunk = chunk[: len(chunk) - int(excess)]
+        self._waiting = np.concatenate([self._waiting, chunk])
+
+    def end(self, pad_partial: bool) -> None:
+        """No more will come: fill a partial frame with zeros, or drop it."""
+        whole = len(self._waiting) // self._frame_samples * self._frame_samples
+        if not pad_partial:
+            self._waiting = self._waiting[:whole]
+        elif len(self._waiting) > whole:
+            padding = np.zeros(whole + self._frame_samples - len(self._waiting), np.float32)
+            self._waiting = np.concatenate([self._waiting, padding])
+
+    def end_turn(self) -> None:
+        """The user's turn ends with what waits, a partial frame included."""
+        self.end(not self.limited)
+        self._in_turn = len(self._waiting)
+
+    def clear(self) -> None:
+        """Drop everything that waits."""
+        self._waiting = self._waiting[:0]
+        self._pieces.clear()
+        self._in_turn = 0
+
+    def next_piece(self, zero: bool, ahead: int, hear: Callable[[np.ndarray], list[Heard]]) -> Piece:
+        """The next frame's input; it stays the next until `done`.
+
+        `hear` runs perception over whole frames, at most `ahead` at once; `zero` asks for a frame of zeros.
+        """
+        if not self._pieces and zero:
+            (heard,) = hear(np.zeros(self._frame_samples, np.float32))
+            self._pieces.append(Piece(heard, False, True))
+        elif not self._pieces:
+            count = min(ahead, len(self._waiting) // self._frame_samples)
+            taken = self._waiting[: count * self._frame_samples]
+            heard_frames = hear(taken)
+            self._waiting = self._waiting[len(taken) :]
+            self._in_turn = max(0, self._in_turn - len(taken))
+            for heard, samples in zip(heard_frames, taken.reshape(count, -1), strict=True):
+                self._pieces.append(Piece(heard, dbfs(samples) > QUIET_DBFS, False))
+        return self._pieces[0]
+
+    def done(self) -> Piece:
+        """The next frame's input was used."""
+        return self._pieces.popleft()

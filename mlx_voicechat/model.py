@@ -5,24 +5,34 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from .config import ModelConfig
 from .errors import InputError
-from .frame import NO_FORCE, Draws, Frame, Heard, State
-from .networks.codec import Codec, replace_control_codes
-from .networks.conformer import Perception
-from .networks.duplex_lm import DuplexLm
-from .networks.ear_tts import EarTts
-from .networks.rnnt import GreedyDecoder, Joint, PredictionNet
-from .text import Tokenizer, character_table
-from .weights import checkpoint, text_table
+from .frame import (
+    NO_FORCE,
+    OWN,
+    Calls,
+    Draws,
+    Frame,
+    FrameRequest,
+    Heard,
+    Override,
+    PositionsRequest,
+    Request,
+    State,
+)
+from .networks.codec import replace_control_codes
+from .networks.rnnt import FirstChoice, GreedyDecoder
+from .networks.tree import Networks
+from .text import Tokenizer, call_tokens, character_table
+from .weights import checkpoint, layout, text_table
 from .weights.precision import Plan
 
 if TYPE_CHECKING:
@@ -32,42 +42,6 @@ BLOCK_FRAMES = 512  # frames of perception at once in the offline form
 CLEARED_FRAMES = 256  # kept buffers are let go so often: what grows with time never asks for the old sizes again
 PREFILL_CHUNK = 512  # prompt positions of the LLM at once
 KEPT_OPENINGS = 2  # a prompt's caches are hundreds of megabytes at full size
-
-
-class ListeningLm(DuplexLm):
-    """`stt_model`: the checkpoint nests the listening networks beside the language model's parts."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        boosts = {config.pad_id: config.pad_boost, config.bos_id: config.bos_boost, config.eos_id: config.eos_boost}
-        super().__init__(
-            config.llm,
-            text_weight=config.text_weight,
-            user_weight=config.user_weight,
-            function_weight=config.function_weight,
-            boosts=boosts,
-        )
-        self.perception = Perception(config.mel, config.encoder)
-        self.rnnt_decoder = PredictionNet(config.rnnt)
-        self.rnnt_joint = Joint(config.rnnt)
-
-
-class Speech(nn.Module):
-    """`tts_model`: the speech generator, its codec, and the codes of silence."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.tts_model = EarTts(config.tts, config.llm.vocab_size)
-        self.audio_codec = Codec(config.codec, encoder=False)
-        self.codec_silence_tokens = mx.zeros((config.codec.num_quantizers,), mx.int32)
-
-
-class Networks(nn.Module):
-    """The module tree whose paths are the checkpoint's names."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.stt_model = ListeningLm(config)
-        self.tts_model = Speech(config)
 
 
 class Model:
@@ -85,7 +59,8 @@ class Model:
         self.name = name
         self.config = config
         self.tokenizer = tokenizer
-        self.voices = checkpoint.voice_names(parameters)
+        self.requantised = requantise
+        self.voices = layout.voices(parameters)
         networks = Networks(config)
         checkpoint.build(networks, parameters, config, requantise)
         self._voices = {voice: checkpoint.voice(parameters, voice, config) for voice in self.voices}
@@ -95,15 +70,17 @@ class Model:
         folder = parameters.folder
         parameters.clear()  # the networks hold the tensors now, and let go of those that `prepare` lays out anew
         self._openings: OrderedDict[Hashable, State] = OrderedDict()
+        self._between: dict[str, mx.array] = {}
+        self.call_tokens = call_tokens(tokenizer)
         self._prepare(folder, say)
 
     def _prepare(self, folder: Path, say: Callable[[str], None]) -> None:
         config, silence = self.config, self.speech.codec_silence_tokens
         self.perception.prepare()
         self.language.prepare()
+        self.tts.prepare(silence, config.pad_id, config.eos_id)
         characters = character_table(self.tokenizer)
-        text_rows = text_table.kept(self.tts, config.tts.characters, characters, folder, say)
-        self.tts.prepare(characters, silence, config.pad_id, config.eos_id, text_rows)
+        self.tts.use_text_rows(text_table.kept(self.tts, config.tts.characters, characters, folder, say))
         self.codec.prepare()
         self._silence = silence[None]
         self._hear, self._decode = self.perception.step, self.codec.step
@@ -141,19 +118,27 @@ class Model:
     # -- the timeline --------------------------------------------------------------------------------------------
 
     def open(
-        self, prompt: str, voice: str | None, guidance_scale: float, draws: Callable[[int], Draws], seed: int | None
+        self,
+        prompt: str,
+        voice: str | None,
+        guidance_scale: float,
+        draws: Callable[[int], Draws],
+        seed: int | None,
+        copies: int = 1,
     ) -> Generator[None, None, State]:
         """The state at the first audio frame: voice prompt and system prompt done, evaluated; yields between steps.
 
         Finished openings are kept, so that the next conversation that opens alike starts at once. `seed` is what
-        `draws` follows from; None (the caller's own noise) keeps nothing. Only a system prompt's steps draw.
+        `draws` follows from; None (the caller's own noise) keeps nothing. Only a system prompt's steps draw. `copies`
+        says how often the prompt stands there.
         """
         prompt = prompt if prompt.strip() else ""
-        key = (prompt, self.config.speaker if voice is None else voice, guidance_scale, seed if prompt else None)
+        chosen = self.config.speaker if voice is None else voice
+        key = (prompt, copies, chosen, guidance_scale, seed if prompt else None)
         keep = seed is not None or not prompt
         state = self._openings.get(key) if keep else None
         if state is None:
-            ids = self._prompt_ids(prompt) if prompt else []
+            ids = self._prompt_ids(prompt) * copies if prompt else []
             state = self.init_state(self.voice(voice), guidance_scale)
             if prompt:
                 yield from self.prefill(ids, state, draws)
@@ -227,13 +212,13 @@ class Model:
         heard: Heard,
         state: State,
         draws: Draws | None,
-        forced: Sequence[int] = (NO_FORCE, NO_FORCE),
+        override: Override = OWN,
         profile: Profile | None = None,
     ) -> Frame:
         """One frame of one conversation (B = 1); advances `state` and reads from the device once.
 
-        `forced`: text and function id that replace the model's choice, or NO_FORCE. `draws` is None at position 0,
-        which has no TTS step: its code frame is silence. Each emitted symbol costs one more evaluation.
+        `draws` is None at position 0, which has no TTS step: its code frame is silence. Each emitted symbol costs one
+        more evaluation.
         """
         stage = _stages(profile)
         stage("perception", heard, state.perception)
@@ -242,24 +227,97 @@ class Model:
         fused = self.language.fuse(state.text_id, heard.projected, state.function_id)
         hidden, state.language = self.language.step(fused, state.language)
         chosen = self.language.choose(hidden)
-        state.text_id, state.function_id = (
-            own if token == NO_FORCE else mx.full(own.shape, token, own.dtype)
-            for own, token in zip(chosen, forced, strict=True)
-        )
+        state.text_id, state.function_id = self._overridden(*chosen, override)
         stage("language", state.text_id, state.function_id, state.language.arrays)
         codes = self._silence
         if draws is not None:
-            codes = self._speak(state.text_id, state, draws)
+            spoken = state.text_id if override.spoken == NO_FORCE else mx.array([override.spoken])
+            codes = self._speak(spoken, state, draws)
+        asked = chosen[1] if override.calls == Calls.REFUSE else None
+        frame = self._emit(codes, first, asked, state, stage)
+        self._advance(state, 1)
+        return frame
+
+    def aside(self, heard: Heard, state: State, draws: Draws, spoken: int, profile: Profile | None = None) -> Frame:
+        """A frame for which the language model stands still: the transcript goes on, and the speech of id `spoken`."""
+        stage = _stages(profile)
+        stage("perception", heard, state.perception)
+        first = self.rnnt.first(heard.encoded, state.rnnt)
+        stage("rnnt", first)
+        codes = self._speak(mx.array([spoken]), state, draws)
+        frame = self._emit(codes, first, None, state, stage)
+        return replace(frame, text_id=self.config.pad_id, function_id=self.config.pad_id)
+
+    def think(self, function_ids: tuple[int, ...], state: State, audio: mx.array) -> int:
+        """Positions of the language model between two frames, text PAD, that hear `audio` (1, 1, H); one evaluation.
+
+        `function_ids` are forced, one a position; none is one position that chooses its own. Returns the last one's id.
+        """
+        count = max(len(function_ids), 1)
+        pad = mx.array([self.config.pad_id])
+        texts, functions = state.text_id[None], state.function_id[None]
+        if count > 1:
+            texts = mx.concatenate([texts, mx.broadcast_to(pad, (1, count - 1))], axis=1)
+            functions = mx.concatenate([functions, mx.array([function_ids[:-1]], functions.dtype)], axis=1)
+            audio = mx.broadcast_to(audio, (1, count, audio.shape[-1]))
+        hidden, state.language = self.language.step(self.language.fuse(texts, audio, functions), state.language)
+        own = self.language.choose(hidden)[1]
+        state.text_id = pad
+        state.function_id = mx.array(function_ids[-1:], own.dtype) if function_ids else own
+        values = self._read([state.function_id], state)
+        self._advance(state, count)
+        return int(values[0])
+
+    def run(self, request: Request, state: State, profile: Profile | None = None) -> Frame | int:
+        """What a session asked for: a frame, or the function id of the last position."""
+        if isinstance(request, FrameRequest):
+            return self.frame(request.heard, state, request.draws, request.override, profile)
+        if isinstance(request, PositionsRequest):
+            return self.think(request.function_ids, state, request.audio)
+        return self.aside(request.heard, state, request.draws, request.spoken, profile)
+
+    def between(self, kind: str) -> mx.array:
+        """What the language model hears at a position without audio, (1, 1, H): "silence" or "zero".
+
+        Silence is what the encoder makes of the first frame of zeros.
+        """
+        if kind not in self._between:
+            zeros = mx.zeros((1, self.config.frame_samples_in))
+            _, silence, _ = self._hear(zeros, self.perception.init_state())
+            self._between[kind] = mx.zeros_like(silence) if kind == "zero" else silence
+            mx.eval(self._between[kind])
+        return self._between[kind]
+
+    def _overridden(self, text: mx.array, function: mx.array, override: Override) -> tuple[mx.array, mx.array]:
+        """The model's own ids (B,), and what the override makes of them."""
+        config = self.config
+        start = NO_FORCE if self.call_tokens is None else self.call_tokens.start
+        if override.function != NO_FORCE:
+            function = mx.full(function.shape, override.function, function.dtype)
+        elif override.calls == Calls.REFUSE:
+            function = mx.where(function == start, config.pad_id, function)
+        elif override.calls == Calls.ALONE:
+            function = mx.where(function == start, function, config.pad_id)
+        if override.text != NO_FORCE:
+            text = mx.full(text.shape, override.text, text.dtype)
+        elif override.held_back:
+            text = mx.where(text == config.bos_id, config.pad_id, text)
+        if override.calls in (Calls.SILENCE, Calls.ALONE):
+            text = mx.where(function == start, config.pad_id, text)
+        return text, function
+
+    def _emit(
+        self, codes: mx.array, first: FirstChoice, asked: mx.array | None, state: State, stage: Callable[..., None]
+    ) -> Frame:
+        """Codes (1, Q) to samples, the evaluation of the whole frame, and the symbols that follow its first one."""
         stage("tts", codes, state.tts.arrays)
         codes = replace_control_codes(codes, self._silence, self.config.codec.codebook_size)
         samples, state.codec = self._decode(codes[:, None], state.codec)
-        values = self._read([samples, codes, state.text_id, state.function_id, first.ids], state)
+        extra = [] if asked is None else [asked]
+        values = self._read([samples, codes, *extra, state.text_id, state.function_id, first.ids], state)
         stage("codec")
         symbols, state.rnnt = self.rnnt.finish(first, [int(values[-1])], state.rnnt)
         stage("rnnt")
-        state.position += 1
-        if state.position % CLEARED_FRAMES == 0:
-            mx.clear_cache()
         spoken, quantizers = samples.shape[1], codes.shape[1]
         return Frame(
             text_id=int(values[-3]),
@@ -267,7 +325,14 @@ class Model:
             symbols=tuple(symbols[0]),
             samples=values[:spoken],
             codes=tuple(values[spoken : spoken + quantizers].astype(int).tolist()),
+            refused=asked is not None and self.call_tokens is not None and int(values[-4]) == self.call_tokens.start,
         )
+
+    @staticmethod
+    def _advance(state: State, positions: int) -> None:
+        before, state.position = state.position, state.position + positions
+        if before // CLEARED_FRAMES != state.position // CLEARED_FRAMES:
+            mx.clear_cache()
 
     def _speak(self, text_id: mx.array, state: State, draws: Draws) -> mx.array:
         codes, state.tts = self.tts.step(text_id, state.tts, draws.uniform[None], draws.normal[None])

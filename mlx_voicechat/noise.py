@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from .config import TtsConfig
 from .errors import InputError
 from .frame import Draws
+from .options import Noise
 
-Noise: TypeAlias = Callable[[int], tuple[Any, Any]]
+
+def draws_from(config: TtsConfig, seed: int, noise: Noise | None) -> Callable[[int], Draws]:
+    """What gives the noise of a TTS step: the caller's, or drawn from the seed and the step alone."""
+    passes = len(config.pass_counts)
+    shapes = (passes, config.mog.num_predictions), (passes, config.latent_size)
+    if noise is None:
+        return lambda step: seeded_draws(seed, step, *shapes)
+    return lambda step: given_draws(noise, step, *shapes)
 
 
 def seeded_draws(seed: int, step: int, uniform: tuple[int, ...], normal: tuple[int, ...]) -> Draws:

@@ -1,4 +1,4 @@
-"""One conversation: sample buffer, opening, override point, text, limits and events.
+"""One conversation: sample buffer, opening, override point, text, tools, turns, limits and events.
 
 Every way to use the model (offline and streamed command, WebSocket, Python) drives this object; the timeline is the
 one of NeMo's streaming duplex inference.
@@ -6,37 +6,48 @@ one of NeMo's streaming duplex inference.
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
-from .errors import InputError, LimitError, SessionClosedError, VoiceChatError
+from .errors import InputError, LimitError, SessionClosedError, VoiceChatError, brief
 from .events import (
     AudioFrame,
     Cancelled,
+    CloseReason,
     Done,
     Event,
-    FunctionDelta,
+    FunctionCall,
     LimitReached,
-    TextDelta,
-    TranscriptDelta,
 )
-from .frame import NO_FORCE, Draws, Frame, Heard
+from .frame import (
+    NO_FORCE,
+    Forcing,
+    Frame,
+    FrameRequest,
+    Heard,
+    Hearing,
+    Override,
+    Piece,
+    PositionsRequest,
+    Request,
+    SpeechRequest,
+)
 from .gauges.profile import Profile
-from .noise import Noise, given_draws, seeded_draws
-from .sound.pcm import MAX_AMPLITUDE
-from .text import IncrementalDecoder, TranscriptText
+from .noise import draws_from
+from .options import SessionOptions
+from .sound.samples import dbfs
+from .text import Captions
+from .tools.channel import Channel
+from .tools.prompt import prompt_with_tools
+from .turns import Ids, Passed, Phase, Turns
 
 if TYPE_CHECKING:
     from .model import Model
-
-MAX_SECONDS = 1e9  # 30 years: a limit beyond it is a mistake
-MAX_GUIDANCE = 1e6  # logits stay finite
 
 
 class Session:
@@ -49,81 +60,100 @@ class Session:
     next call.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        system_prompt: str | None = None,
-        seed: int = 0,
-        max_seconds: float | None = None,
-        voice: str | None = None,
-        guidance_scale: float | None = None,
-        noise: Noise | None = None,
-        profile: bool = False,
-    ) -> None:
+    def __init__(self, model: Model, options: SessionOptions) -> None:
         config = model.config
         self.model = model
-        self.seed = _checked_seed(seed)
-        self.max_seconds = (
-            None if max_seconds is None else checked_number("max_seconds", max_seconds, MAX_SECONDS, True)
-        )
-        self.profile = Profile(config.budget_ms) if profile else None
+        self.options = options
+        self.seed = int(options.seed)
+        self.max_seconds = None if options.max_seconds is None else float(options.max_seconds)
+        self.profile = Profile(config.budget_ms) if options.profile else None
         self.frames = 0
         self.closed = False
-        self.limited = False
-        self._noise = noise
-        self._quiet_ids = config.quiet_ids
-        self._text = IncrementalDecoder(model.tokenizer)
-        self._function = IncrementalDecoder(model.tokenizer)
-        self._transcript = TranscriptText(config.rnnt.pieces)
-        self._waiting = np.zeros(0, np.float32)
-        self._heard: deque[Heard] = deque()  # perception may run ahead of the frames
+        self._captions = Captions(config, model.tokenizer)
+        self._hearing = Hearing(config.frame_samples_in, config.input_rate_hz, self.max_seconds)
         self._undelivered: deque[Event] = deque()  # of frames that are done
-        self._limit_due = False
         self._busy = False
-        self._received = 0
-        self._forced = [NO_FORCE, NO_FORCE]
+        self._request: Request | None = None
+        self._forcing = Forcing(config.llm.vocab_size)
         self._turn_open = False
         self._observers: list[Callable[[Frame], None]] = []
-        prompt = config.default_system_prompt if system_prompt is None else system_prompt
-        if not isinstance(prompt, str):
-            raise InputError(f"system_prompt must be a string, not {type(prompt).__name__}.")
-        _check_unicode(prompt)
-        if voice is not None and not isinstance(voice, str):
-            raise InputError(f"voice must be a name, not {type(voice).__name__}.")
-        if noise is not None and not callable(noise):
-            raise InputError(f"noise must be callable, not {type(noise).__name__}.")
-        scale = config.tts.guidance_scale
-        if guidance_scale is not None:
-            scale = checked_number("guidance_scale", guidance_scale, MAX_GUIDANCE)
-        self._opening = model.open(prompt, voice, scale, self._draws, self.seed if noise is None else None)
+        self._draws = draws_from(config.tts, self.seed, options.noise)
+        self._channel = Channel(model, options)
+        self._turns = Turns(
+            Ids(config.bos_id, config.eos_id, config.pad_id),
+            application=options.turns == "application",
+            tools=self._channel.tools,
+            told=options.turn_events,
+            longest_frames=None if options.longest_turn is None else round(options.longest_turn / config.frame_seconds),
+        )
+        prompt = config.default_system_prompt if options.system_prompt is None else options.system_prompt
+        prompt = prompt_with_tools(prompt, options.tools, options.tool_key_order)
+        scale = config.tts.guidance_scale if options.guidance_scale is None else float(options.guidance_scale)
+        seed = self.seed if options.noise is None else None
+        self._opening = model.open(prompt, options.voice, scale, self._draws, seed, options.prompt_copies)
 
     def open(self) -> Generator[None, None, None]:
         """Run the voice prompt and the system prompt, in steps; the session is of use when they are done."""
-        self._state = yield from self._opening
+        self.state = yield from self._opening
+
+    # -- what it is at -------------------------------------------------------------------------------------------
 
     @property
     def transcript(self) -> str:
-        """What the user said so far."""
-        return self._transcript.text
+        """What the user said so far; in turns that the application owns, in this turn."""
+        return self._captions.transcript
 
     @property
     def text(self) -> str:
         """What the assistant said so far."""
-        return self._text.text
+        return self._captions.text
 
     @property
     def function(self) -> str:
         """The function channel so far."""
-        return self._function.text
+        return self._captions.function
 
     @property
     def speaking(self) -> bool:
         """Whether the assistant's turn is open: it began to speak and has not ended its turn."""
         return self._turn_open
 
+    @property
+    def limited(self) -> bool:
+        """Whether the session has had all the audio that it may have."""
+        return self._hearing.limited
+
+    @property
+    def turn(self) -> Phase:
+        """Whose turn it is; the agent's lasts until it has ended for the ear."""
+        return self._turns.phase
+
+    @property
+    def calls(self) -> tuple[FunctionCall, ...]:
+        """The tool calls that wait for `give` or `refuse`."""
+        return self._channel.asked
+
+    @property
+    def in_cycle(self) -> bool:
+        """Whether a tool call is written, waits for its result, or is being told it."""
+        return self._channel.active
+
+    @property
+    def results_pending(self) -> bool:
+        """Whether the function of a tool still runs."""
+        return self._channel.runner.pending
+
+    @property
+    def runnable(self) -> bool:
+        """Whether `step` has something to do now."""
+        ready = self._channel.between_frames or self._channel.runner.due
+        return bool(self._undelivered) or ready or self._frame_waits or self._hearing.limit_due
+
+    # -- audio ---------------------------------------------------------------------------------------------------
+
     def push(self, samples: Any, rate_hz: int = 16000) -> list[Event]:
         """Add float mono samples (S,) of any length; returns the events of the whole frames that ran."""
-        self._accept(samples, rate_hz)
+        self.add(samples, rate_hz)
         return self._run_all()
 
     def feed(self, samples: Any, rate_hz: int = 16000, block_frames: int = 1) -> Iterator[Event]:
@@ -135,21 +165,26 @@ class Session:
         events that were not taken.
         """
         if not isinstance(block_frames, int) or block_frames < 1:
-            raise InputError(f"block_frames is {_brief(block_frames)}, expected an integer of at least 1.")
-        self._accept(samples, rate_hz)
+            raise InputError(f"block_frames is {brief(block_frames)}, expected an integer of at least 1.")
+        self.add(samples, rate_hz)
         return self._run(block_frames)
 
-    def _accept(self, samples: Any, rate_hz: int) -> None:
+    def add(self, samples: Any, rate_hz: int = 16000) -> None:
+        """Add samples as `push` does, and run nothing: `step` does."""
         self._require_idle()
         if self.limited:
             raise LimitError(f"The session's limit of {self.max_seconds:g} s is reached.", "Open a new session.")
-        chunk = self._checked(samples, rate_hz)
-        self._received += len(chunk)
-        excess = self._received - self._limit_samples()
-        if excess > 0:
-            self.limited = self._limit_due = True
-            chunk = chunk[: len(chunk) - excess]
-        self._waiting = np.concatenate([self._waiting, chunk])
+        if isinstance(samples, mx.array) and mx.issubdtype(samples.dtype, mx.floating):
+            samples = samples.astype(mx.float32)  # numpy has no bfloat16
+        self._hearing.add(samples, rate_hz)
+
+    def step(self) -> list[Event]:
+        """Do one piece of what waits: an audio frame, a run of LLM positions between two, or the limit's announcement.
+
+        Returns what it gave, nothing when nothing waits. For who holds several conversations.
+        """
+        self._advance(1)
+        return self._taken()
 
     def observe(self, observer: Callable[[Frame], None]) -> None:
         """Call `observer` with every frame as the model gave it, ids of the quiet tokens included."""
@@ -158,51 +193,148 @@ class Session:
     def finish(self, pad_partial: bool = True) -> list[Event]:
         """Run what waits (a partial frame zero-padded, unless `pad_partial` is False) and close with Done."""
         self._require_idle()
-        frame_samples = self.model.config.frame_samples_in
-        whole = len(self._waiting) // frame_samples * frame_samples
-        if self.limited or not pad_partial:
-            self._waiting = self._waiting[:whole]
-        elif len(self._waiting) > whole:
-            padding = whole + frame_samples - len(self._waiting)
-            self._waiting = np.concatenate([self._waiting, np.zeros(padding, np.float32)])
+        self._hearing.end(pad_partial and not self.limited)
         events = self._run_all()
-        self.closed = True
-        return [*events, Done(self.frames)]
+        return [*events, *self._close(), Done(self.frames)]
 
     def cancel(self) -> list[Event]:
         """Drop what waits and close with Cancelled, after the events of finished frames that were not taken."""
         self._require_idle()
-        self._waiting = self._waiting[:0]
-        self._heard.clear()
+        self._hearing.clear()
+        return [*self._taken(), *self._close(), Cancelled(self.frames)]
+
+    def _close(self) -> list[Event]:
+        """What is open ends with the session."""
+        events = [*self._channel.drop(self.frames - 1), *self._turns.close(self.frames - 1)]
         self.closed = True
-        return [*self._taken(), Cancelled(self.frames)]
+        return events
 
-    def force(self, text: int | None = None, function: int | None = None) -> None:
-        """Force the next frame's text id and/or function id; the last call before the frame wins.
+    # -- the override point --------------------------------------------------------------------------------------
 
-        None leaves that channel to the model. BOS opens the agent's turn, EOS ends it, PAD keeps it silent.
+    def force(self, text: int | None = None, function: int | Sequence[int] | None = None) -> None:
+        """Force the next frame's text id and/or function id; the last call for a channel wins, the other's stays.
+
+        BOS opens the agent's turn, EOS ends it, PAD keeps it silent. Several function ids are taken one a position.
         """
         self._require_open()
-        vocabulary = self.model.config.llm.vocab_size
-        for name, token in (("text", text), ("function", function)):
-            valid = isinstance(token, int | np.integer) and not isinstance(token, bool) and 0 <= token < vocabulary
-            if token is not None and not valid:
-                raise InputError(f"force({name}={_brief(token)}): a token id is an integer in 0..{vocabulary - 1}.")
-        self._forced = [NO_FORCE if token is None else int(token) for token in (text, function)]
+        self._forcing.force(text, function)
+
+    # -- tools and turns -----------------------------------------------------------------------------------------
+
+    def give(self, call_id: str, result: Any) -> None:
+        """The result of a tool call: text (JSON stands as JSON) or a JSON value; the next step takes it up.
+
+        Raises InputError for a call that is not open and for more than 16 KiB or 128 tokens; the call stays open.
+        """
+        self._require_open()
+        self._channel.cycle.give(call_id, result)
+
+    def refuse(self, call_id: str, why: str) -> None:
+        """A tool call that will not be run: the model gets `{"error": why}`. Raises InputError if it is not open."""
+        self._require_open()
+        self._channel.cycle.refuse(call_id, str(why))
+
+    def on_ready(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, on a tool's thread, when its function has ended and `step` has something to do."""
+        self._channel.runner.ready = callback
+
+    def wait_results(self, seconds: float | None = None) -> bool:
+        """Wait until the function of a tool has ended or run out of time; False when `seconds` are over before."""
+        return self._channel.runner.wait(seconds)
+
+    def begin_turn(self) -> None:
+        """The user's turn begins. A turn of the agent, or a tool call, is driven to its end first: EOS, then frames of
+        zeros, at most 27, whose audio is marked `cancelled`; they run before audio that waits.
+        """
+        self._require_open()
+        in_cycle = self.in_cycle
+        self._undelivered.extend(self._channel.drop(self.frames - 1))
+        if self._turns.begin(in_cycle):
+            self._captions.new_turn(forget=self._turns.application)
+        self._channel.new_turn()
+
+    def end_turn(self, patience_frames: int = 0) -> None:
+        """The user's turn ends: what waits is heard, frames of zeros let the transcript settle, then BOS.
+
+        A model that owns its turns may open its own meanwhile, and `patience_frames` longer. Raises InputError when it
+        is not the user's turn.
+        """
+        self._require_open()
+        self._turns.end(patience_frames)
+        self._hearing.end_turn()
+
+    def open_turn(self) -> None:
+        """Open the agent's turn at the next frame, a frame of zeros, whatever the transcript does."""
+        self._require_open()
+        self._turns.open()
+        self._hearing.end_turn()
+
+    def interrupt(self) -> None:
+        """EOS at the next frame; a tool call is dropped."""
+        self._require_open()
+        self._undelivered.extend(self._channel.drop(self.frames - 1))
+        self._turns.interrupt()
+
+    # -- requests and outcomes -----------------------------------------------------------------------------------
+
+    def next_request(self, block_frames: int = 1) -> Request | None:
+        """What the session needs of the model next, None for nothing; `take` its outcome before the next one.
+
+        `push`, `feed` and `step` do both. An engine may run the requests of several sessions together.
+        """
+        with self._inside():
+            self._undelivered.extend(self._channel.collect(self.frames - 1))
+            self._request = self._next_request(block_frames)
+            return self._request
+
+    def take(self, outcome: Frame | int) -> list[Event]:
+        """What `model.run(request, session.state)` gave for the last request; returns its events."""
+        if self._request is None:
+            raise InputError("No request is open.", "Ask for one with next_request().")
+        with self._inside():
+            self._take(outcome)
+        return self._taken()
+
+    def _next_request(self, block_frames: int) -> Request | None:
+        channel = self._channel
+        if channel.between_frames:
+            ids = channel.run_ids or tuple(self._forcing.functions)[:1]
+            return PositionsRequest(ids, self.model.between(self.options.tool_audio))
+        if not self._frame_waits:
+            return None
+        zero = self._turns.zero_frame(self._hearing.waits_in_turn)
+        ahead = 1 if self._turns.application else min(block_frames, self.model.block_frames)
+        piece = self._hearing.next_piece(zero, ahead, self._hear)
+        draws = self._draws(self.state.steps) if self.state.position else None
+        if channel.stands_still and draws is not None:
+            return SpeechRequest(piece.heard, draws, channel.cycle.spoken)
+        return FrameRequest(piece.heard, draws, self._override())
+
+    def _hear(self, samples: np.ndarray) -> list[Heard]:
+        return self.model.hear(mx.array(samples)[None], self.state)
+
+    @property
+    def _frame_waits(self) -> bool:
+        return self._turns.zero_frame(self._hearing.waits_in_turn) or self._hearing.waits
+
+    def _override(self) -> Override:
+        """What replaces the model's own choice in the next frame: turns first, then a tool cycle, then `force`."""
+        turns = self._turns.forced(self.in_cycle)
+        cycle = self._channel.forced(in_turn=self.turn == Phase.AGENT)
+
+        def first(*ids: int | None) -> int:
+            return next((token for token in ids if token is not None), NO_FORCE)
+
+        text = first(turns.text, cycle.text, self._forcing.text)
+        function = first(turns.function, cycle.function, self._forcing.function)
+        return Override(text, function, first(cycle.spoken), turns.held_back, cycle.calls)
 
     # -- frames --------------------------------------------------------------------------------------------------
 
-    def _draws(self, step: int) -> Draws:
-        """The sampler's noise of one TTS step: the caller's, or drawn from the seed and the step alone."""
-        mog, tts = self.model.config.tts.mog, self.model.config.tts
-        shapes = (len(tts.pass_counts), mog.num_predictions), (len(tts.pass_counts), tts.latent_size)
-        if self._noise is None:
-            return seeded_draws(self.seed, step, *shapes)
-        return given_draws(self._noise, step, *shapes)
-
     def _run(self, block_frames: int) -> Iterator[Event]:
         while self._undelivered or self._advance(block_frames):
-            yield self._undelivered.popleft()
+            while self._undelivered:
+                yield self._undelivered.popleft()
 
     def _run_all(self) -> list[Event]:
         while self._advance(1):
@@ -215,62 +347,85 @@ class Session:
         return events
 
     def _advance(self, block_frames: int) -> bool:
-        """Run one frame, or announce the limit after the last; False when nothing is left to do."""
-        waiting = len(self._waiting) // self.model.config.frame_samples_in
-        if self._heard or waiting:
-            self._require_idle()
-            self._busy = True
-            try:
-                self._frame(min(block_frames, self.model.block_frames, waiting))
-            finally:
-                self._busy = False
+        """Do one request, or announce the limit after the last; False when nothing is left to do."""
+        self._require_idle()
+        if self.profile:
+            self.profile.start()
+        if self.options.wait_for_tools:
+            self._channel.wait()
+        request = self.next_request(block_frames)
+        if request is not None:
+            with self._inside():
+                self._take(self.model.run(request, self.state, self.profile))
             return True
-        if self._limit_due:
-            self._limit_due = False
-            self._undelivered.append(LimitReached(self.frames, float(self.max_seconds or 0.0)))
+        if self._hearing.limit_due:
+            self._hearing.limit_due = False
+            self._undelivered.append(LimitReached(self.frames, self.max_seconds or 0.0))
             return True
         return False
 
-    def _frame(self, block_frames: int) -> None:
-        if self.profile:
-            self.profile.start()
-        if not self._heard:
-            taken = block_frames * self.model.config.frame_samples_in
-            self._heard.extend(self.model.hear(mx.array(self._waiting[:taken])[None], self._state))
-            self._waiting = self._waiting[taken:]
-        draws = self._draws(self._state.steps) if self._state.position else None
-        frame = self.model.frame(self._heard[0], self._state, draws, self._forced, self.profile)
-        self._heard.popleft()
-        self._forced = [NO_FORCE, NO_FORCE]
-        if not np.isfinite(frame.samples).all():
+    def _take(self, outcome: Frame | int) -> None:
+        request, self._request = self._request, None
+        if isinstance(request, PositionsRequest):
+            assert isinstance(outcome, int)
+            if request.function_ids and not self._channel.run_ids:
+                self._forcing.position_ran()
+            for token in request.function_ids or (outcome,):
+                self._undelivered.extend(self._captions.called(token, self.frames - 1))
+                self._undelivered.extend(self._channel.cycle.took(token, self.frames - 1))
+            self._watch_repetition()
+            return
+        assert isinstance(outcome, Frame)
+        assert request is not None
+        piece = self._hearing.done()
+        if not np.isfinite(outcome.samples).all():
             raise VoiceChatError(
                 f"The model computed NaN or infinity in frame {self.frames}.",
                 f"The checkpoint {self.model.name} is probably damaged: get it again.",
             )
-        self._undelivered.extend(self._events(frame))
+        if isinstance(request, FrameRequest):  # of the others, the language model takes no part in a frame
+            self._forcing.frame_ran(request.override)
+        self._undelivered.extend(self._events(outcome, piece, isinstance(request, SpeechRequest)))
+        self._watch_repetition()
         if self.profile:
             self.profile.stop()
         for observer in self._observers:  # last: the frame is done, whatever they raise
-            observer(frame)
+            observer(outcome)
 
-    def _events(self, frame: Frame) -> list[Event]:
+    def _watch_repetition(self) -> None:
+        """A watchdog of application turns: a call that begins again and again."""
+        if self._turns.application and self._channel.repeats:
+            self._undelivered.extend(self._channel.drop(self.frames - 1))
+            self._turns.give_up(CloseReason.FUNCTION_REPETITION)
+
+    def _events(self, frame: Frame, piece: Piece, still: bool) -> Iterable[Event]:
         index, self.frames = self.frames, self.frames + 1
-        config = self.model.config
-        events: list[Event] = []
-        if frame.symbols:
-            delta = self._transcript.push(frame.symbols)
-            events.append(TranscriptDelta(index, delta, self._transcript.text))
-        if frame.text_id not in self._quiet_ids:
-            delta = self._text.push(frame.text_id)
-            events.append(TextDelta(index, frame.text_id, delta, self._text.text))
-            self._turn_open = True
-        elif frame.text_id in (config.bos_id, config.eos_id):
-            self._turn_open = frame.text_id == config.bos_id
-        if frame.function_id not in self._quiet_ids:
-            delta = self._function.push(frame.function_id)
-            events.append(FunctionDelta(index, frame.function_id, delta, self._function.text))
-        events.append(AudioFrame(index, frame.samples, frame.codes))
-        return events
+        captions, config, cancelled = self._captions, self.model.config, self._turns.cancelled
+        events: list[Event] = [*captions.heard(frame.symbols, index)]
+        if events and not self._turns.application:
+            self._channel.new_turn()
+        was_active = self.in_cycle
+        called = self._channel.passed(frame, index, still)
+        passed = Passed(
+            frame_index=index,
+            text_id=frame.text_id,
+            text=captions.says(frame.text_id),
+            function=captions.says(frame.function_id),
+            spoke=bool(frame.symbols),
+            loud=piece.loud,
+            zero=piece.zero,
+            cycle=self.in_cycle,
+            called=self.in_cycle and not was_active,
+        )
+        openings = self._turns.openings
+        before, after = self._turns.took(passed, lambda: dbfs(frame.samples), captions.turn_transcript)
+        if self._turns.openings > openings:  # in application turns the recogniser's own text starts anew too
+            captions.new_turn(forget=self._turns.application)
+            self.state.rnnt = self.model.rnnt.init_state() if self._turns.application else self.state.rnnt
+        if passed.text or frame.text_id in (config.bos_id, config.eos_id):
+            self._turn_open = frame.text_id != config.eos_id
+        events += [*before, *captions.said(frame.text_id, index), *captions.called(frame.function_id, index), *called]
+        return [*events, AudioFrame(index, frame.samples, frame.codes, cancelled), *after]
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -283,71 +438,12 @@ class Session:
         if self._busy:
             raise InputError("The session is inside a frame.", "Push, finish or cancel after it, not in a callback.")
 
-    def _limit_samples(self) -> float:
-        if self.max_seconds is None:
-            return math.inf
-        return round(self.max_seconds * self.model.config.input_rate_hz)
-
-    def _checked(self, samples: Any, rate_hz: int) -> np.ndarray:
-        expected = self.model.config.input_rate_hz
-        if not isinstance(rate_hz, numbers.Real) or isinstance(rate_hz, bool):
-            raise InputError(f"rate_hz is of type {type(rate_hz).__name__}, expected the number {expected}.")
-        if rate_hz != expected:
-            raise InputError(f"rate_hz is {_brief(rate_hz)}, the model hears {expected} Hz.", "Resample first.")
-        if isinstance(samples, mx.array) and mx.issubdtype(samples.dtype, mx.floating):
-            samples = samples.astype(mx.float32)  # numpy has no bfloat16
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Inside a frame: callbacks must not run another."""
+        self._require_idle()
+        self._busy = True
         try:
-            array = np.asarray(samples)
-        except (TypeError, ValueError):
-            raise InputError("samples are no array: rows of unlike length, or no numbers.") from None
-        if array.dtype.kind not in "biufc":
-            raise InputError(f"samples are of type {type(samples).__name__}, expected an array of floats in -1..1.")
-        if array.ndim == 2 and 1 in array.shape:
-            array = array.reshape(-1)
-        if array.ndim != 1:
-            raise InputError(f"samples have shape {array.shape}, expected one channel (S,).", "Mix down to mono first.")
-        if not np.issubdtype(array.dtype, np.floating):
-            raise InputError(
-                f"samples are {array.dtype}, expected floating point in -1..1.", "Divide 16-bit integers by 32768."
-            )
-        wrong = np.flatnonzero(~(np.abs(array) <= MAX_AMPLITUDE))
-        if len(wrong):
-            where, value = int(wrong[0]), float(array[wrong[0]])
-            if not math.isfinite(value):
-                raise InputError(f"samples[{where}] is {value}: NaN or infinity cannot be heard.")
-            raise InputError(f"samples[{where}] is {value:g}: full scale is -1..1.", "Divide by the full scale first.")
-        return array.astype(np.float32, copy=False)
-
-
-def checked_number(name: str, value: Any, most: float, above_zero: bool = False) -> float:
-    """`value` as a float when it is a real number in 0..most, 0 itself excluded by `above_zero`; else InputError."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not 0 <= value <= most or (above_zero and not value):
-        least = "above 0" if above_zero else "of at least 0"
-        raise InputError(f"{name} is {_brief(value)}, expected a number {least} and at most {most:g}.")
-    return float(value)
-
-
-def _brief(value: Any) -> str:
-    """`value` in a message; Python refuses to print integers of thousands of digits."""
-    try:
-        text = repr(value)
-    except ValueError:
-        return "too long a number"
-    return text if len(text) <= 50 else f"{text[:50]}..."
-
-
-def _check_unicode(prompt: str) -> None:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"The system prompt is not valid Unicode: character {error.start} is {prompt[error.start]!a}, half a pair.",
-            "Give it as UTF-8.",
-        ) from None
-
-
-def _checked_seed(seed: int) -> int:
-    if not isinstance(seed, int | np.integer) or isinstance(seed, bool) or seed < 0:
-        raise InputError(f"seed is {_brief(seed)}, expected an integer of at least 0.")
-    return int(seed)
+            yield
+        finally:
+            self._busy = False

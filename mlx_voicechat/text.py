@@ -1,18 +1,21 @@
-"""Text: tokenizer, incremental decoding, the character vocabulary of the TTS, transcript pieces."""
+"""Text: tokenizer, incremental decoding, the character vocabulary of the TTS, transcript pieces, captions."""
 
 from __future__ import annotations
 
 import codecs
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import CheckpointError
+from .events import FunctionDelta, TextDelta, TranscriptDelta
 
 if TYPE_CHECKING:
     import tokenizers
+
+    from .config import ModelConfig
 
 WORD_SPACE = "\u2581"  # SentencePiece's visible space
 # Pieces that advance the transducer but are not text, language tags like <en-US> among them (NeMo RNNT vocabulary).
@@ -73,6 +76,15 @@ class Tokenizer:
         """Token strings by id, in byte-level letters; empty where no token has that id."""
         return [self.id_to_token(token) or "" for token in range(self.vocab_size)]
 
+    @property
+    def added_tokens(self) -> Collection[str]:
+        """The tokens that are found in a text before it is split: special ones, and any other that was added."""
+        return [token.content for token in self.backend.get_added_tokens_decoder().values()]
+
+    def token_id(self, piece: str) -> int | None:
+        """The id of a token by its literal text, or None."""
+        return self.backend.token_to_id(piece)
+
     def id_to_token(self, token: int) -> str | None:
         return self.backend.id_to_token(token)
 
@@ -97,6 +109,21 @@ class Tokenizer:
             known = bytes(alphabet[letter] for letter in piece) if spelled else piece.encode()
             self._bytes[token] = known
         return known
+
+
+class CallTokens(NamedTuple):
+    """Ids that frame a tool call on the function channel: its start and end, and the end of the response to it."""
+
+    start: int
+    end: int
+    response_end: int
+
+
+def call_tokens(tokenizer: Tokenizer) -> CallTokens | None:
+    """The ids by their literal tokens; None for a checkpoint without tools."""
+    ids = [tokenizer.token_id(f"<SPECIAL_{number}>") for number in (20, 21, 22)]
+    known = [token for token in ids if token is not None]
+    return CallTokens(*known) if len(known) == len(ids) else None
 
 
 class _Growing:
@@ -165,6 +192,67 @@ class TranscriptText(_Growing):
         if delta:
             self._parts.append(delta)
         return delta
+
+
+class Captions:
+    """What was said so far. Ids of the quiet tokens (PAD, silence, BOS, EOS) are no text."""
+
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        self._pieces, self._quiet_ids = config.rnnt.pieces, config.quiet_ids
+        self._text, self._function = IncrementalDecoder(tokenizer), IncrementalDecoder(tokenizer)
+        self._transcript = TranscriptText(self._pieces)
+        self._turn_start = 0  # of the transcript's text
+
+    @property
+    def transcript(self) -> str:
+        """What the user said."""
+        return self._transcript.text
+
+    @property
+    def turn_transcript(self) -> str:
+        """What the user said since `new_turn`."""
+        return self._transcript.text[self._turn_start :].strip()
+
+    @property
+    def text(self) -> str:
+        """What the assistant said."""
+        return self._text.text
+
+    @property
+    def function(self) -> str:
+        """The function channel."""
+        return self._function.text
+
+    def says(self, token: int) -> bool:
+        """Whether an id is text."""
+        return token not in self._quiet_ids
+
+    def new_turn(self, forget: bool) -> None:
+        """The transcript of another turn begins; `forget` drops what was before."""
+        if forget:
+            self._transcript = TranscriptText(self._pieces)
+        self._turn_start = len(self._transcript.text)
+
+    def heard(self, symbols: Sequence[int], frame_index: int) -> list[TranscriptDelta]:
+        """Symbols of the recogniser."""
+        if not symbols:
+            return []
+        delta = self._transcript.push(symbols)
+        return [TranscriptDelta(frame_index, delta, self._transcript.text)]
+
+    def said(self, token: int, frame_index: int) -> list[TextDelta]:
+        """An id of the text channel."""
+        if not self.says(token):
+            return []
+        delta = self._text.push(token)
+        return [TextDelta(frame_index, token, delta, self._text.text)]
+
+    def called(self, token: int, frame_index: int) -> list[FunctionDelta]:
+        """An id of the function channel."""
+        if not self.says(token):
+            return []
+        delta = self._function.push(token)
+        return [FunctionDelta(frame_index, token, delta, self._function.text)]
 
 
 def character_table(tokenizer: Tokenizer) -> list[list[int]]:

@@ -11,15 +11,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .config import read_config
 from .errors import InputError
 from .frame import Frame
 from .gauges import memory
 from .model import BLOCK_FRAMES, Model
-from .session import Noise, Session, checked_number
-from .text import Tokenizer
+from .options import LoadOptions, SessionOptions, checked_number
+from .session import Session
 from .weights import checkpoint
-from .weights.precision import Choice, check_choice
+from .weights.precision import llm_is_float32
 
 CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
 CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
@@ -44,22 +43,9 @@ class Answer:
 class VoiceChat(Model):
     """A loaded checkpoint: any number of sessions of one thread."""
 
-    def session(
-        self,
-        system_prompt: str | None = None,
-        seed: int = 0,
-        max_seconds: float | None = None,
-        voice: str | None = None,
-        guidance_scale: float | None = None,
-        noise: Noise | None = None,
-        profile: bool = False,
-    ) -> Session:
-        """Open a conversation; see `Session`. None takes the checkpoint's own prompt, voice and guidance scale.
-
-        `noise(step)` replaces the sampler's draws: (uniform (5, C), normal (5, Z)) of one TTS step, counted from 0 with
-        the prompt's steps included. Raises InputError.
-        """
-        session = Session(self, system_prompt, seed, max_seconds, voice, guidance_scale, noise, profile)
+    def session(self, **options: Any) -> Session:
+        """Open a conversation; `options` are those of `SessionOptions`. Raises InputError."""
+        session = Session(self, SessionOptions(**options))
         for _ in session.open():
             pass
         return session
@@ -69,7 +55,7 @@ class VoiceChat(Model):
 
         For who holds several conversations: others can have their frames between two steps.
         """
-        session = Session(self, **options)
+        session = Session(self, SessionOptions(**options))
         yield from session.open()
         return session
 
@@ -93,10 +79,11 @@ class VoiceChat(Model):
     def answer(self, audio: Any, rate_hz: int = 16000, extra_seconds: float = 0.0, **options: Any) -> Answer:
         """The offline form: a whole recording (S,), float mono, and `extra_seconds` of silence after it -> Answer.
 
-        `options` are those of `session`. Equals the events of a session that was pushed the same samples.
+        `options` are those of `session`; a tool's function is waited for. Equals the events of a session that was
+        pushed the same samples.
         """
         extra_seconds = checked_number("extra_seconds", extra_seconds, MAX_EXTRA_SECONDS)
-        session = self.session(**options)
+        session = self.session(**{"wait_for_tools": True, **options})
         silence = np.zeros(round(extra_seconds * self.config.input_rate_hz), np.float32)
         frames: list[Frame] = []
         session.observe(frames.append)
@@ -120,32 +107,36 @@ class VoiceChat(Model):
 def load(
     model: str | Path,
     say: Callable[[str], None] = checkpoint.print_notice,
-    compile: bool | None = None,
-    speech_weights: Choice | None = None,
-    kv_cache: str = "f32",
+    **options: Any,
 ) -> VoiceChat:
     """Open a checkpoint: a folder, a hub id (from the cache or fetched) or `tiny`, the packaged demonstration.
 
-    `compile` fuses the kernels of a frame; None does on a GPU and not on a CPU, where it first costs seconds.
-    `speech_weights` holds the speech networks' weights as `f32` or `q8` (8 bits); None decides by the machine's memory.
-    `kv_cache` holds the speech generator's keys and values, the largest thing that grows, as `f32` or `bf16`.
-    `say` gets notices: the size of a download, too little memory. Raises CheckpointError, HubError and InputError.
+    `options` are those of `LoadOptions`: `compile`, `speech_weights`, `kv_cache`. `say` gets notices: the size of a
+    download, too little memory. Raises CheckpointError, HubError and InputError.
     """
-    check_choice(speech_weights)
-    cache_bytes = memory.tts_cache_bytes(kv_cache)
-    folder = checkpoint.find(model, say)
-    config = read_config(folder)
-    tokenizer = Tokenizer(folder)
-    parameters = checkpoint.load_parameters(folder, config, tokenizer)
+    chosen = LoadOptions(**options)
+    return load_opened(str(model), checkpoint.open_model(model, say), chosen, say)
+
+
+def load_opened(
+    name: str,
+    opened: checkpoint.Checkpoint,
+    options: LoadOptions,
+    say: Callable[[str], None] = checkpoint.print_notice,
+) -> VoiceChat:
+    """`load` of a checkpoint that is open already; `name` is what it is called."""
+    config, stored = opened.config, opened.stored
+    parameters = opened.parameters()
     limit_buffer_cache()
-    requantise = memory.speech_plan(config, parameters.stored, speech_weights, cache_bytes)
-    warning = memory.shortfall(config, parameters.stored, memory.machine(), requantise, cache_bytes)
+    states = memory.States(config, llm_is_float32(stored), options.kv_cache)
+    requantise = memory.speech_plan(config, stored, options.speech_weights, states)
+    warning = memory.shortfall(config, stored, memory.machine(), requantise, states)
     if warning is not None:
         say(warning)
-    loaded = VoiceChat(str(model), config, tokenizer, parameters, say, requantise)
-    loaded.tts.cache_dtype = mx.bfloat16 if kv_cache == "bf16" else None
+    loaded = VoiceChat(name, config, opened.tokenizer, parameters, say, requantise)
+    loaded.tts.cache_dtype = memory.kv_cache_type(options.kv_cache)
     on_gpu = mx.default_device().type == mx.gpu
-    if (on_gpu if compile is None else compile) and not loaded.compile():
+    if (on_gpu if options.compile is None else options.compile) and not loaded.compile():
         say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")
     return loaded
 

@@ -12,8 +12,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_voicechat.server.origins import Origins, normal
-from mlx_voicechat.server.settings import ServerSettings
+from .origins import Origins, normal
+from .settings import ServerSettings
 
 TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # of RFC 7230: what a subprotocol may be made of
 KEY_PROTOCOL = "openai-insecure-api-key."  # how a browser sends a key: among the subprotocols it offers

@@ -18,18 +18,21 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from uvicorn.protocols.utils import ClientDisconnected
 
-from mlx_voicechat.server.access import Gate, refusal
-from mlx_voicechat.server.connection import FAILED, Connection, sessions_in_use
-from mlx_voicechat.server.dialects import MLXCEL, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
-from mlx_voicechat.server.engine import LOADING, READY, WARMING, Engine
-from mlx_voicechat.server.limits import RETRY_SECONDS
-from mlx_voicechat.server.metrics import CONTENT_TYPE
-from mlx_voicechat.server.mlxcel import Mlxcel
-from mlx_voicechat.server.origins import Origins, normal
-from mlx_voicechat.server.page import page_paths, page_routes
-from mlx_voicechat.server.settings import ServerSettings
+from .access import Gate, refusal
+from .connection import FAILED, Connection, sessions_in_use
+from .dialects import DUPLEX, MLXCEL, OPENAI, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
+from .duplex_connection import DuplexConnection, DuplexSessions, waits_for_a_message
+from .engine import LOADING, READY, WARMING, Engine
+from .limits import RETRY_SECONDS
+from .metrics import CONTENT_TYPE
+from .mlxcel import Mlxcel
+from .openai_connection import OpenAIConnection
+from .origins import Origins, normal
+from .page import page_paths, page_routes
+from .settings import ServerSettings
+from .typed_voice import find_voice
 
-SERVED = (MLXCEL,)  # the dialects of this server
+SERVED = (MLXCEL, OPENAI, DUPLEX)  # the dialects of this server
 NOT_HERE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 END_SECONDS = 1.0  # for the frame that runs when the server ends
 
@@ -39,12 +42,21 @@ log = logging.getLogger(__name__)
 def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     """The application around an engine, which starts and ends with it."""
     started = time.time()
+    voice = find_voice(settings.typed_voice)
+    sessions = DuplexSessions()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         engine.start(asyncio.get_running_loop())
         yield
         await engine.end(END_SECONDS)
+
+    def connection(dialect: Dialect, websocket: WebSocket) -> Connection:
+        if dialect.name == MLXCEL:
+            return Mlxcel(websocket, engine, settings)
+        if dialect.name == DUPLEX:
+            return DuplexConnection(websocket, engine, settings, voice, sessions)
+        return OpenAIConnection(websocket, engine, settings, voice, dialect.beta)
 
     async def realtime(websocket: WebSocket) -> None:
         try:
@@ -56,12 +68,15 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         if engine.state != READY:
             await websocket.send_denial_response(_not_ready(engine))
             return
-        if dialect.refused_at_the_upgrade and not await engine.room():
+        may_resume = dialect.name == DUPLEX and waits_for_a_message(websocket.query_params) and len(sessions) > 0
+        if not may_resume:
+            await sessions.make_room(engine)
+        if dialect.refused_at_the_upgrade and not may_resume and not await engine.room():
             message = f"The server has {sessions_in_use(settings.max_sessions)} in use. Try again later."
             await websocket.send_denial_response(refusal(503, "server_busy", message, Retry_After=str(RETRY_SECONDS)))
             return
         try:
-            await _connection(dialect, websocket, engine, settings).run()
+            await connection(dialect, websocket).run()
         except ClientDisconnected:
             raise  # in the handshake; uvicorn knows
         except Exception:
@@ -127,10 +142,6 @@ def _dialect(websocket: WebSocket, settings: ServerSettings) -> Dialect:
     if dialect.name not in SERVED:
         raise UnknownProtocol(dialect.name)
     return dialect
-
-
-def _connection(dialect: Dialect, websocket: WebSocket, engine: Engine, settings: ServerSettings) -> Connection:
-    return Mlxcel(websocket, engine, settings)
 
 
 async def _no_socket(websocket: WebSocket) -> None:

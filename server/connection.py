@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from mlx_voicechat.server import messages
-from mlx_voicechat.server.access import chosen_protocol
-from mlx_voicechat.server.limits import LATE_SECONDS, OUTGOING_EVENTS, SLOW_SECONDS
-from mlx_voicechat.server.settings import ServerSettings
-from mlx_voicechat.server.sockets import SCOPE_KEY, Socket
+from . import messages
+from .access import chosen_protocol
+from .limits import LATE_SECONDS, OUTGOING_EVENTS, SLOW_SECONDS
+from .settings import ServerSettings
+from .sockets import SCOPE_KEY, Socket
 
 if TYPE_CHECKING:
-    from mlx_voicechat.server.engine import Engine, Slot
+    from .engine import Engine, Slot
 
 LOOK_SECONDS = 1.0  # between two looks at how long a client is silent
 LISTEN_SECONDS = 0.25  # between two looks at a client that is not read from
@@ -58,6 +58,8 @@ class Connection(ABC):
 
     What it reads goes to `slot`, where a slot is taken; what it sends (`send`, `close`) waits in one queue.
     """
+
+    needs_slot = True  # whether it is refused where there is no free one
 
     def __init__(self, websocket: WebSocket, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
@@ -102,7 +104,7 @@ class Connection(ABC):
         """Serve the client until one side closes."""
         await self._websocket.accept(chosen_protocol(self._websocket.scope))
         self.engine.metrics.connections.inc()
-        if not await self.engine.room():
+        if self.needs_slot and not await self.engine.room():
             self.refuse_busy(None)
         else:
             self.greet()
@@ -114,7 +116,7 @@ class Connection(ABC):
             self._closing = True
             if self._watch is not None:
                 self._watch.cancel()
-            self._release()
+            self.gone()
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -140,10 +142,25 @@ class Connection(ABC):
         self.send(self.busy(event_id))
         self.close(TRY_LATER)
 
-    def _release(self) -> None:
+    def allow_messages(self, size_bytes: int) -> None:
+        """Let messages be as large as this."""
+        self._socket.allow_messages(size_bytes)
+
+    def gone(self) -> None:
+        """The client is gone, or nobody listens to it any more."""
         if self.slot is not None:
             self.slot.release()
             self.slot = None
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits that no more should be read from the client."""
+        return self.slot is not None and self.slot.full
+
+    def left(self, event: Any) -> None:
+        """An entry of the queue was sent."""
+        if isinstance(event, messages.Speech) and self.slot is not None:
+            self.slot.sent()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -158,7 +175,7 @@ class Connection(ABC):
 
     async def _room(self) -> bool:
         """Wait until another message may be read; False when the client has hung up meanwhile."""
-        while not self._closing and ((self.slot and self.slot.full) or len(self._outgoing) >= OUTGOING_EVENTS):
+        while not self._closing and (self.full or len(self._outgoing) >= OUTGOING_EVENTS):
             self._moved.clear()
             try:
                 await asyncio.wait_for(self._moved.wait(), LISTEN_SECONDS)
@@ -180,7 +197,7 @@ class Connection(ABC):
             return
         self.send(patience.event)
         self.close(POLICY)
-        self._release()
+        self.gone()
 
     def _awake(self) -> float:
         """Since when this process runs: what a client did while it stood still, or its machine slept, is not read yet.
@@ -212,8 +229,7 @@ class Connection(ABC):
                 await self._say(event)
             except WebSocketDisconnect:
                 return
-            if isinstance(event, messages.Speech) and self.slot is not None:
-                self.slot.sent()
+            self.left(event)
             self._moved.set()
 
     async def _unblocked(self, since: float) -> bool:
@@ -227,8 +243,9 @@ class Connection(ABC):
         return True
 
     async def _say(self, event: Any) -> None:
-        if isinstance(event, Error):
-            self.engine.metrics.error(event.code)
+        code = getattr(event, "code", None)
+        if code is not None:
+            self.engine.metrics.error(code)
         kind, fields = self.written(event)
         await self._websocket.send_text(
             json.dumps({"type": kind, "event_id": f"event_{secrets.token_hex(8)}", **fields})
@@ -237,7 +254,7 @@ class Connection(ABC):
     async def _give_up(self) -> None:
         """The client reads slower than real time: its last words jump the queue."""
         self._closing = True
-        self._release()
+        self.gone()
         self._outgoing.clear()
         self._socket.unblock()
         with suppress(WebSocketDisconnect):

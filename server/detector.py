@@ -139,3 +139,8 @@ def _thread() -> ThreadPoolExecutor:
 async def detect(detector: SpeechDetector, samples: npt.NDArray[np.float32]) -> list[Activity]:
     """`detector.push(samples)` on the detectors' thread; calls are served in the order they were made."""
     return await asyncio.get_running_loop().run_in_executor(_thread(), detector.push, samples)
+
+
+def end(detector: SpeechDetector) -> None:
+    """`detector.end()` on the same thread, behind the calls so far; nothing waits for it."""
+    _thread().submit(detector.end)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mlx_voicechat.server.settings import PROTOCOLS
+from .settings import PROTOCOLS
 
 MLXCEL, OPENAI, DUPLEX, STRICT_V3 = PROTOCOLS
 REALTIME = "/v1/realtime"

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import mlx.core as mx
 
 from mlx_voicechat.errors import VoiceChatError
-from mlx_voicechat.server.limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS, ROOM_SECONDS
-from mlx_voicechat.server.messages import Append, Cancel, EngineEvent, Open, Request
-from mlx_voicechat.server.metrics import Metrics
-from mlx_voicechat.server.served_session import FLOAT_BYTES, Backlog, ServedSession
-from mlx_voicechat.server.settings import ServerSettings
+
+from .limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS, ROOM_SECONDS
+from .messages import Append, Cancel, EngineEvent, Open, Request
+from .metrics import Metrics
+from .served_session import FLOAT_BYTES, Backlog, ServedSession
+from .settings import ServerSettings
 
 if TYPE_CHECKING:
     from mlx_voicechat.voicechat import VoiceChat
@@ -45,6 +46,7 @@ class Slot:
     def __init__(self, engine: Engine, deliver: Callable[[EngineEvent], None]) -> None:
         self.backlog = Backlog()
         self.deliver = deliver
+        self.opened = False
         self._engine = engine
 
     @property
@@ -60,6 +62,7 @@ class Slot:
     def put(self, request: Request) -> None:
         """Hand over a request."""
         self.backlog.requests_put += 1
+        self.opened = self.opened or isinstance(request, Open)
         if isinstance(request, Append):
             self.backlog.samples_put += len(request.samples) // FLOAT_BYTES
         self._engine.put(self, request)
@@ -73,7 +76,10 @@ class Slot:
 
     def release(self) -> None:
         """The client is gone: end the session if it has not ended."""
-        self._engine.put(self, Cancel(told=False))
+        if self.opened:
+            self._engine.put(self, Cancel(told=False))
+        else:
+            self._engine.give_back(self)
 
 
 class Engine:
@@ -154,13 +160,23 @@ class Engine:
 
     def reserve(self, request: Open, deliver: Callable[[EngineEvent], None]) -> Slot | None:
         """Take a slot and open a session in it; None if there is no free one."""
+        slot = self.take_slot(deliver)
+        if slot is not None:
+            slot.put(request)
+        return slot
+
+    def take_slot(self, deliver: Callable[[EngineEvent], None]) -> Slot | None:
+        """Take a slot, in which the first request opens a session; None if there is no free one."""
         if self.busy:
             return None
         slot = Slot(self, deliver)
         self._slots.add(slot)
-        slot.put(request)
         self.metrics.opened.inc()
         return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """A slot is free in which no session was opened."""
+        self._slots.discard(slot)
 
     def put(self, slot: Slot | None, request: Request | None) -> None:
         """Hand the thread a request of a slot, or wake it."""
@@ -204,26 +220,31 @@ class Engine:
 
     def _turns(self, model: VoiceChat) -> None:
         while not self._ending:
-            slot = self._next()
-            self._take_requests(model, wait=slot is None)
+            slot, wait_seconds = self._next()
+            self._take_requests(model, wait_seconds)
             if slot is not None and slot in self._served and not self._ending:
                 self._turn(slot)
 
-    def _next(self) -> Slot | None:
-        """Whose turn it is: after each turn a session goes to the end of the row."""
+    def _next(self) -> tuple[Slot | None, float | None]:
+        """Whose turn it is, after each a session goes to the end of the row; else how long to wait (None: for ever)."""
+        now = time.monotonic()
+        first: float | None = None
         for _ in range(len(self._order)):
             slot = self._order[0]
             self._order.rotate(-1)
-            if self._served[slot].runnable:
-                return slot
-        return None
+            due = self._served[slot].due(now)
+            if due is not None and due <= now:
+                return slot, 0.0
+            if due is not None and (first is None or due < first):
+                first = due
+        return None, None if first is None else first - now
 
-    def _take_requests(self, model: VoiceChat, wait: bool) -> None:
+    def _take_requests(self, model: VoiceChat, wait_seconds: float | None) -> None:
         try:
             while True:
-                slot, request = self._inbox.get(block=wait)
-                wait = False
-                if isinstance(request, Open) and slot is not None:
+                slot, request = self._inbox.get(wait_seconds != 0, wait_seconds)
+                wait_seconds = 0.0
+                if slot is not None and isinstance(request, Open) and slot not in self._served:
                     self._open(model, slot, request)
                 elif slot is not None and request is not None and slot in self._served:
                     self._guarded(slot, lambda s, r=request: s.take(r))  # type: ignore[misc]

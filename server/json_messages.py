@@ -7,7 +7,7 @@ import binascii
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 ECHO_CHARACTERS = 512  # of a client's event_id that an error names
 MOST_DIGITS = 4300  # of an integer
@@ -61,7 +61,7 @@ def number(digits: str) -> int | float:
     return int(digits) if len(digits) <= MOST_DIGITS else math.copysign(math.inf, -1 if digits[0] == "-" else 1)
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Whether a JSON value is an integer; in Python a bool is an int."""
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -6,6 +6,7 @@ OUTGOING_SECONDS = 2.0  # of audio that may wait to be sent; a session whose que
 SLOW_SECONDS = 3.0  # an event that waits so long to be sent: the client reads slower than real time
 OUTGOING_EVENTS = 256  # beyond it no message is read: they are what is answered
 INPUT_SECONDS = 10.0  # of audio that may wait for its turn; then the socket is not read
+LONG_INPUT_SECONDS = 60.0  # the same where a client may send a recording at once
 INPUT_MESSAGES = 512  # that may wait, however short
 LAGGING_SECONDS = 0.5  # of waiting audio that a client is told of
 LAGGING_PERIOD = 1.0  # seconds between two such events

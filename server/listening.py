@@ -20,7 +20,8 @@ from h11 import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_voicechat.errors import VoiceChatError
-from mlx_voicechat.server.limits import CONNECTIONS, LATE_SECONDS, REQUEST_SECONDS
+
+from .limits import CONNECTIONS, LATE_SECONDS, REQUEST_SECONDS
 
 RECEIVE_BYTES = 2**17  # in the kernel: three seconds of audio that are not read yet
 SEND_BYTES = 2**16  # in the kernel: one second of speech

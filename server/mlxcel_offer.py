@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_voicechat.server.json_messages import named
+from .json_messages import named
 
 MESSAGE_KEYS = ("type", "event_id", "session")
 SESSION_KEYS = (
     *("system_prompt", "seed", "max_streaming_seconds", "model", "voice"),
-    *("input_audio_format", "output_audio_format"),
+    *("input_audio_format", "output_audio_format", "extensions", "turns"),
 )
 PCM16 = "pcm16"
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_voicechat.tools import Tool
 
 PROTOCOLS = ("mlxcel", "openai", "duplex", "strict-v3")  # the dialects' names, everywhere
-MOST_SECONDS = 1e9  # a number of samples beyond it is none
+MESSAGE_BYTES, LONG_MESSAGE_BYTES = 2**20, 15 * 2**20  # of one message, unless an option says otherwise
 
 
 def told(metavar: str, text: str, **more: Any) -> dict[str, Any]:
@@ -57,9 +60,29 @@ class ServerSettings:
     setup_seconds: float = field(
         default=30.0, metadata=told("SECONDS", "End a connection without session.update.", above=0)
     )
-    max_message_bytes: int = field(
-        default=2**20, metadata=told("N", "Close a connection that sends a larger message.", min=4096, max=2**30)
+    max_message_bytes: int | None = field(
+        default=None,
+        metadata=told(
+            "N",
+            "Close a connection that sends a larger message.",
+            min=4096,
+            max=2**30,
+            show_default=f"{MESSAGE_BYTES}; of OpenAI's vocabulary {LONG_MESSAGE_BYTES}",
+        ),
     )
+    disconnect_grace_seconds: float = field(
+        default=30.0, metadata=told("SECONDS", "How long a dropped duplex session can be resumed.", above=0)
+    )
+    typed_voice: str | None = field(
+        default=None,
+        metadata=told(
+            "COMMAND",
+            "Speaks typed text to the model: text on stdin, WAV on stdout; else say or espeak-ng.",
+            show_default=False,
+        ),
+    )
+    tools: tuple[Tool, ...] = ()  # for clients that bring none; each with what calls it
+    wait_for_tools: bool = False  # for a client that is faster than real time
 
     @property
     def model_id(self) -> str:

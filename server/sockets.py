@@ -18,9 +18,9 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
-from mlx_voicechat.server.limits import CLOSING_SECONDS, UNREAD_SECONDS
-from mlx_voicechat.server.listening import Door, Requests, most_connections
-from mlx_voicechat.server.settings import ServerSettings
+from .limits import CLOSING_SECONDS, UNREAD_SECONDS
+from .listening import Door, Requests, most_connections
+from .settings import MESSAGE_BYTES, ServerSettings
 
 WRITE_BYTES = 2**14  # in the process: beyond it nothing is sent until the client has read
 UNREAD_BYTES = 2**17  # in the process, of answers to pings: then the client is cut off
@@ -62,6 +62,10 @@ class Socket(WebSocketsSansIOProtocol):
         if self._cutting or self.transport.is_closing():  # and the handler does not know yet
             raise ClientDisconnected
         await super().send(message)
+
+    def allow_messages(self, size_bytes: int) -> None:
+        """Take messages as large as this from now on."""
+        self.conn.max_message_size = size_bytes
 
     @property
     def blocked(self) -> bool:
@@ -151,7 +155,7 @@ class Server(uvicorn.Server):
             loop="asyncio",
             http=Requests,
             ws=Socket,
-            ws_max_size=settings.max_message_bytes,
+            ws_max_size=settings.max_message_bytes or MESSAGE_BYTES,
             ws_ping_timeout=None,  # a pong waits behind audio that is not read yet
             ws_per_message_deflate=False,  # base64 of speech hardly shrinks
             lifespan="on",

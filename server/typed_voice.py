@@ -20,9 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import AudioError, InputError, VoiceChatError
-from ..sound.pcm import Samples
-from ..sound.recordings import INPUT_RATE_HZ, read_all
+from mlx_voicechat.errors import AudioError, InputError, VoiceChatError
+from mlx_voicechat.sound.pcm import Samples
+from mlx_voicechat.sound.recordings import INPUT_RATE_HZ, read_all
 
 log = logging.getLogger("mlx_voicechat.server")
 

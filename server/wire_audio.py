@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..sound.pcm import MAX_AMPLITUDE, Samples, pcm16
-from ..sound.resampler import Resampler
+from mlx_voicechat.sound.pcm import MAX_AMPLITUDE, Samples, pcm16
+from mlx_voicechat.sound.resampler import Resampler
 
 Encoding = Literal["audio/pcm", "pcm_f32le", "audio/pcmu", "audio/pcma"]
 

@@ -237,6 +237,36 @@ def test_chunks_after_the_sound_are_no_sound(tmp_path: Path) -> None:
         np.testing.assert_array_equal(read_all(tmp_path / "x.wav"), tone(1000))
 
 
+RANDOM = np.random.default_rng(0).bytes(40_000)
+BEHIND = {
+    "an ID3 tag of version 1": b"TAG" + b"A song of mine".ljust(125, b"\0"),
+    "an ID3 tag of version 2": b"ID3\3\0\0\0\0\x1f\x76" + RANDOM[:4086],
+    "an APE tag": b"APETAGEX" + RANDOM[:300],
+    "a list of a wrong size": b"LIST" + struct.pack("<I", 1 << 20) + b"INFOISFT" + RANDOM[:20],
+    "words": b"This file was made by a recorder that likes to say so. " * 40,
+    "a picture": RANDOM,
+    "zeros": bytes(4096),
+}
+
+
+@pytest.mark.parametrize("after", BEHIND.values(), ids=BEHIND)
+@pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT"])
+@pytest.mark.parametrize("counted", [False, True], ids=["", "in the size of the file"])
+def test_what_stands_behind_the_sound_of_a_good_wav_is_not_heard(
+    tmp_path: Path, after: bytes, subtype: str, counted: bool
+) -> None:
+    content = encoded(tone(2000) / 4, "WAV", subtype)
+    if subtype == "FLOAT":  # soundfile's PEAK chunk is before the sound
+        assert b"PEAK" in content[:64]
+    whole = content + after
+    if counted:
+        whole = whole[:4] + struct.pack("<I", len(whole) - 8) + whole[8:]
+    (tmp_path / "x.wav").write_bytes(whole)
+    with read_audio(tmp_path / "x.wav") as reader:
+        assert reader.seconds == 2000 / RATE
+        np.testing.assert_allclose(reader.read_all(), tone(2000) / 4, atol=1 / 128)
+
+
 def test_chunks_before_the_sound_are_skipped(tmp_path: Path) -> None:
     whole = wav_bytes(PCM, 0, 0)
     (tmp_path / "x.wav").write_bytes(whole[:12] + b"JUNK" + struct.pack("<I", 3) + b"data" + LIST + whole[12:])

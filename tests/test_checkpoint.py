@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,15 @@ import pytest
 from mlx.utils import tree_flatten
 from support.checkpoints import GOLDEN, copy_of, edit_json, rewrite, tensors_of
 
+import mlx_voicechat
 from mlx_voicechat import assets
-from mlx_voicechat.config import ModelConfig, parse_config, read_config
+from mlx_voicechat.cli.info import describe
+from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import CheckpointError, InputError, VoiceChatError
-from mlx_voicechat.model import Networks
-from mlx_voicechat.weights import checkpoint, hub, inventory, layout
+from mlx_voicechat.gauges.bench import bench
+from mlx_voicechat.networks.tree import Networks
+from mlx_voicechat.weights import checkpoint, hub, layout, shards
+from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import verify
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -28,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 
 def load(folder: Path) -> tuple[Networks, checkpoint.Parameters, ModelConfig]:
     config = read_config(folder)
-    parameters = checkpoint.load_parameters(folder, config)
+    parameters = replace(checkpoint.open_folder(folder), config=config).parameters()
     networks = Networks(config)
     checkpoint.build(networks, parameters, config)
     return networks, parameters, config
@@ -155,7 +160,7 @@ def test_a_broken_download(tmp_path: Path, how: str, words: list[str]) -> None:
     folder = copy_of("tiny-4bit", tmp_path)
     damage(folder, how)
     refused(lambda: verify(folder), *words)
-    refused(lambda: checkpoint.load_parameters(folder, read_config(folder)), *words)
+    refused(lambda: checkpoint.open_folder(folder).parameters(), *words)
 
 
 # -- load ---------------------------------------------------------------------------------------------------------
@@ -190,7 +195,7 @@ def test_every_parameter_holds_what_its_tensors_hold() -> None:
     stored = tensors_of(GOLDEN / "tiny-f32")
     flat: Any = tree_flatten(networks.parameters())
     for path, array in flat:
-        parts = [layout.to_mlx_layout(name, stored[name]) for name in checkpoint.tensor_names(path)]
+        parts = [layout.to_mlx_layout(name, stored[name]) for name in layout.stored_names(path)]
         whole = parts[0] + parts[1] if ".lstm." in path and path.endswith("bias") else mx.concatenate(
             [part.reshape(part.shape or (1,)) for part in parts]
         ).reshape(array.shape)  # fmt: skip
@@ -269,8 +274,8 @@ def test_a_speaker_that_the_checkpoint_lacks(tmp_path: Path) -> None:
 
 def test_voices() -> None:
     config = read_config(GOLDEN / "tiny-f32")
-    parameters = checkpoint.load_parameters(GOLDEN / "tiny-f32", config)
-    assert checkpoint.voice_names(parameters) == ["Aria"]
+    parameters = replace(checkpoint.open_folder(GOLDEN / "tiny-f32"), config=config).parameters()
+    assert layout.voices(parameters) == ["Aria"]
     assert checkpoint.voice(parameters, "Aria", config).shape == (1, config.tts.prompt_frames, config.tts.hidden_size)
     refused(lambda: checkpoint.voice(parameters, "aria", config), "'aria'", "Voices: Aria", kind=InputError)
     longer = replace(config, tts=replace(config.tts, prompt_frames=13))
@@ -286,11 +291,11 @@ LSTM = "stt_model.rnnt_decoder.prediction.dec_rnn.lstm."
 
 def test_names_of_stored_tensors() -> None:
     config = parse_config(json.loads((assets.CONFIGS / "random.json").read_text(encoding="utf-8")))
-    shapes = inventory.tensors(config)
+    shapes = layout.shapes(config)
     paths = layout.assemble({name: mx.zeros(shape) for name, shape in shapes.items()}, torch_layout=True)
-    stored = [name for path in paths for name in checkpoint.tensor_names(path)]
+    stored = [name for path in paths for name in layout.stored_names(path)]
     assert sorted(stored) == sorted(name for name in shapes if not layout.is_unused(name))
-    assert checkpoint.tensor_names(f"{LSTM}layers.1.bias") == [f"{LSTM}bias_ih_l1", f"{LSTM}bias_hh_l1"]
+    assert layout.stored_names(f"{LSTM}layers.1.bias") == [f"{LSTM}bias_ih_l1", f"{LSTM}bias_hh_l1"]
 
 
 @pytest.mark.parametrize(
@@ -481,3 +486,34 @@ def test_bits_are_read_from_the_file(tmp_path: Path) -> None:
     refused(lambda: load(folder), "quantization of stt_model.lm_head", "'bits': 8", "4 bits in groups of 64")
     edit_json(folder / "config.json", lambda raw: raw["quantization"].update({"stt_model.lm_head": False}))
     refused(lambda: load(folder), "does not say how 1 layers that have scales are quantised", "stt_model.lm_head")
+
+
+# -- opened once --------------------------------------------------------------------------------------------------
+
+
+def opened_headers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the headers that are read from now on, by file name."""
+    counts: Counter[str] = Counter()
+    places = shards.places
+
+    def counted(path: Path) -> Any:
+        counts[path.name] += 1
+        return places(path)
+
+    monkeypatch.setattr(shards, "places", counted)
+    return counts
+
+
+@pytest.mark.parametrize("command", ["load", "info", "bench"])
+def test_each_header_is_read_once(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = GOLDEN / "tiny-4bit"
+    files = shards.files(folder)
+    counts = opened_headers(monkeypatch)
+    if command == "load":
+        mlx_voicechat.load(folder, compile=False)
+    elif command == "info":
+        describe(str(folder))
+    else:
+        bench(folder, frames=1, compile=False, bandwidth_gbps=1.0)
+    assert len(files) > 1
+    assert counts == dict.fromkeys(files, 1)

@@ -10,9 +10,10 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from support.checkpoints import GOLDEN
 
-from mlx_voicechat.config import CodecConfig, read_config
+from mlx_voicechat.config import CodecConfig
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.networks.codec import Codec, CodecState, replace_control_codes
+from mlx_voicechat.weights.config_file import read_config
 from mlx_voicechat.weights.layout import assemble
 
 ORACLE = dict(np.load(GOLDEN / "oracle" / "codec.npz"))

@@ -11,8 +11,9 @@ import pytest
 from support.checkpoints import GOLDEN
 
 from mlx_voicechat import assets
-from mlx_voicechat.config import CODE_PASSES, ModelConfig, parse_config, read_config
+from mlx_voicechat.config import CODE_PASSES, ModelConfig
 from mlx_voicechat.errors import CheckpointError
+from mlx_voicechat.weights.config_file import parse_config, read_config
 
 CONFIGS = [
     *sorted(assets.CONFIGS.glob("*.json")),

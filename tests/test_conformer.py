@@ -11,8 +11,9 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from support.checkpoints import GOLDEN
 
-from mlx_voicechat.config import EncoderConfig, MelConfig, read_config
+from mlx_voicechat.config import EncoderConfig, MelConfig
 from mlx_voicechat.networks.conformer import Perception, PerceptionState, RelativeAttention, _sinusoids
+from mlx_voicechat.weights.config_file import read_config
 from mlx_voicechat.weights.layout import assemble
 
 ORACLE = dict(np.load(GOLDEN / "oracle" / "encoder.npz"))

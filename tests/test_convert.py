@@ -16,14 +16,15 @@ from support.originals import BUFFERS, golden_original, nvidia_config, random_or
 
 import mlx_voicechat
 from mlx_voicechat import assets
-from mlx_voicechat.config import parse_config, read_config
 from mlx_voicechat.convert import conversion, plans
 from mlx_voicechat.convert.source import Stored, open_source, tensors
 from mlx_voicechat.convert.writer import check_target
 from mlx_voicechat.errors import CheckpointError, HubError, InputError
 from mlx_voicechat.frame import Frame
+from mlx_voicechat.networks.ear_tts import EarTts
 from mlx_voicechat.voicechat import VoiceChat
 from mlx_voicechat.weights import checkpoint, hub, layout, text_table
+from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import places, verify
 
 BASE_CONFIG = GOLDEN / "tiny-nvidia" / "tokenizer" / "config.json"
@@ -132,7 +133,7 @@ def test_loading_transposes_nothing_and_takes_the_table(f32: Path, monkeypatch: 
         raise AssertionError("transposed, or built again")
 
     monkeypatch.setattr(layout, "to_mlx_layout", fail)
-    monkeypatch.setattr(text_table, "fast", fail)
+    monkeypatch.setattr(EarTts, "text_rows", fail)
     model = mlx_voicechat.load(f32, fail, compile=False)
     kept: Any = mx.load(str(f32 / text_table.OWN_FILE))
     assert mx.array_equal(model.tts._text_rows, kept["text_rows"])

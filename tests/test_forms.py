@@ -16,17 +16,21 @@ import pytest
 import soundfile as sf
 
 import mlx_voicechat
-from mlx_voicechat import assets, checkpoint, diagnosis, hub_cache, inventory, memory, published, synthetic
+from mlx_voicechat import assets
+from mlx_voicechat.cli import diagnosis, published
 from mlx_voicechat.cli.info import describe
-from mlx_voicechat.config import check_config, parse_config, read_config
 from mlx_voicechat.convert import agreement, conversion, plans
 from mlx_voicechat.convert.source import open_source
 from mlx_voicechat.convert.writer import check_target
 from mlx_voicechat.errors import CheckpointError
-from mlx_voicechat.measure import networks_resident
-from mlx_voicechat.model import BLOCK_FRAMES, Answer, Networks, VoiceChat
-from mlx_voicechat.shards import Stored, verify
-from mlx_voicechat.text import Tokenizer
+from mlx_voicechat.gauges import memory
+from mlx_voicechat.gauges.bench import networks_resident
+from mlx_voicechat.model import BLOCK_FRAMES
+from mlx_voicechat.networks.tree import Networks
+from mlx_voicechat.voicechat import Answer, VoiceChat
+from mlx_voicechat.weights import checkpoint, hub_cache, layout, precision, synthetic
+from mlx_voicechat.weights.config_file import check_config, parse_config, read_config
+from mlx_voicechat.weights.shards import Stored, verify
 from tests.support.checkpoints import GOLDEN, copy_of, edit_json, rewrite, tensors_of
 
 BASES = ("tiny-4bit", "tiny-8bit")
@@ -378,7 +382,7 @@ def test_the_memory_of_wide_scales_is_announced(dtype: mx.Dtype, tmp_path: Path)
 
 def test_what_decides_the_type_of_the_llm() -> None:
     def computes_float32(**types: str) -> bool:
-        return checkpoint.llm_is_float32(
+        return precision.llm_is_float32(
             {f"stt_model.{name.replace('__', '.')}": Stored("f", (8, 8), kind) for name, kind in types.items()}
         )
 
@@ -419,11 +423,11 @@ def headers_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_published_form_passes_all_that_is_checked_before_data_is_read(headers_only: Path) -> None:
     config, stored = read_config(headers_only), verify(headers_only)
     assert (len(stored), len(config.quantization), config.llm.head_dim) == (1878, 123, 128)
-    assert set(stored) >= set(inventory.originals(config))
+    assert set(stored) >= set(layout.shapes(config, buffers=True))
     assert hub_cache.fault(headers_only) is None
     networks = Networks(config)
     checkpoint.quantise_modules(networks, config)
-    parameters = checkpoint.load_parameters(headers_only, config, Tokenizer(headers_only))
+    parameters = checkpoint.open_folder(headers_only).parameters()
     checkpoint.check(checkpoint._shapes(networks), parameters)
     with open_source(str(headers_only)) as source:
         for plan in ("4bit", "8bit", "bf16", "f32"):

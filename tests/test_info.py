@@ -10,9 +10,9 @@ import pytest
 
 from mlx_voicechat.cli.info import describe
 from mlx_voicechat.cli.main import run
-from mlx_voicechat.config import read_config
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.gauges.memory import Machine
+from mlx_voicechat.weights.config_file import read_config
 from mlx_voicechat.weights.shards import verify
 from tests.support.checkpoints import GOLDEN, copy_of, edit_json, rewrite
 

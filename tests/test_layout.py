@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_voicechat import assets
-from mlx_voicechat.config import parse_config
-from mlx_voicechat.weights import inventory, layout
+from mlx_voicechat.weights import layout
+from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.shards import verify
 
 CONFIG = parse_config(json.loads((assets.CONFIGS / "random.json").read_text(encoding="utf-8")))
@@ -84,7 +84,7 @@ def test_offset_norms_are_folded_in_float32_and_no_other_norm() -> None:
 
 
 def test_every_offset_norm_of_a_checkpoint_is_known() -> None:
-    names = [name for name in inventory.tensors(CONFIG) if name.startswith(TTS) and name.endswith("norm.weight")]
+    names = [name for name in layout.shapes(CONFIG) if name.startswith(TTS) and name.endswith("norm.weight")]
     assert names
     assert all(layout.OFFSET_NORM.search(name) for name in names)
 
@@ -158,7 +158,7 @@ def test_a_conversation_needs_neither_the_codecs_encoder_nor_the_control_codes()
 
 def test_sources_name_the_parts_of_a_fused_layer() -> None:
     mlp = f"{TTS}mog_head.mlp_stack.0.mlp."
-    assert layout.sources(f"{mlp}gate_up_proj.weight") == [f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"]
+    assert layout.stored_names(f"{mlp}gate_up_proj.weight") == [f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"]
     block = f"{ENCODER}layers.2.self_attn."
-    assert layout.sources(f"{block}linear_qkv") == [f"{block}linear_{part}" for part in "qkv"]
-    assert layout.sources("stt_model.lm_head") == ["stt_model.lm_head"]
+    assert layout.stored_names(f"{block}linear_qkv") == [f"{block}linear_{part}" for part in "qkv"]
+    assert layout.stored_names("stt_model.lm_head") == ["stt_model.lm_head"]

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import GOLDEN
 
-from mlx_voicechat.config import MelConfig, read_config
+from mlx_voicechat.config import MelConfig
 from mlx_voicechat.networks.mel import LogMel
+from mlx_voicechat.weights.config_file import read_config
 
 ORACLE = dict(np.load(GOLDEN / "oracle" / "mel.npz"))
 TOLERANCE = 3e-4  # oracle README: quiet bins amplify FFT noise

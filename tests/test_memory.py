@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -12,14 +13,13 @@ import pytest
 
 from mlx_voicechat import assets
 from mlx_voicechat.cli import published
-from mlx_voicechat.config import parse_config, read_config
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.gauges.bench import networks_resident
 from mlx_voicechat.gauges.memory import Machine, announce
 from mlx_voicechat.networks.cache import KvCache
-from mlx_voicechat.networks.ear_tts import Backbone
 from mlx_voicechat.voicechat import load
 from mlx_voicechat.weights import synthetic
+from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import Stored, verify
 from tests.support.checkpoints import GOLDEN
 
@@ -111,12 +111,8 @@ def test_room_of_a_cache(window: int | None, phase: int) -> None:
     for positions in range(1, 600):
         cache.update(position, position)
         assert cache.keys is not None
-        assert memory.cache_positions(positions, phase, window) == cache.keys.shape[2]
-    assert memory.cache_positions(0, phase, window) == 0
-
-
-def test_global_layers_are_those_of_the_backbone() -> None:
-    assert [memory.is_global(i) for i in range(30)] == [Backbone.is_global(i) for i in range(30)]
+        assert cache.room(positions) == cache.keys.shape[2]
+    assert KvCache(window, phase).room(0) == 0
 
 
 @pytest.mark.parametrize(
@@ -186,12 +182,15 @@ def test_loading_warns_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [text for text in said if "needs about" in text and "available" in text]
 
 
+def measured(monkeypatch: pytest.MonkeyPatch, total: int, available: int) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=total, available=available))
+
+
 def test_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     assert 0 < memory.machine().available <= memory.machine().total
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   8000 kB\n")
+    measured(monkeypatch, 9000 * 1024, 8000 * 1024)
     assert memory.machine().available == 8000 * 1024
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("1000\n")
@@ -200,19 +199,13 @@ def test_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert memory.machine() == Machine(5000, 4000)
 
 
-def test_memory_of_a_mac() -> None:
-    printed = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
-Pages free:                               10000.
-Pages active:                            200000.
-Pages inactive:                          150000.
-Pages speculative:                          500.
-Pages throttled:                              0.
-Pages wired down:                        100000.
-Pages purgeable:                           2000.
-"Translation faults":                 123456789.
-"""
-    assert memory.parse_vm_stat(printed) == 16384 * 162500
-    assert memory.parse_vm_stat("") == 0
+def test_memory_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    measured(monkeypatch, 64 * GB, 50 * GB)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 48 * GB})
+    assert memory.machine() == Machine(64 * GB, 48 * GB)
+    measured(monkeypatch, 64 * GB, 20 * GB)
+    assert memory.machine() == Machine(64 * GB, 20 * GB)
 
 
 def test_names_of_no_network_are_left_to_the_loading() -> None:

@@ -11,8 +11,9 @@ from mlx.utils import tree_flatten
 from support.checkpoints import GOLDEN
 from support.listening import DISTINCT_LLM, close, golden_llm, random_llm
 
-from mlx_voicechat.config import LlmConfig, read_config
+from mlx_voicechat.config import LlmConfig
 from mlx_voicechat.networks.duplex_lm import DuplexLm, _scan_one
+from mlx_voicechat.weights.config_file import read_config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of transformers, which mlx-lm imports

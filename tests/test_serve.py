@@ -49,9 +49,8 @@ def test_a_signal_closes_open_sockets_in_the_middle_of_frames(number: signal.Sig
             assert server.end(number) == 128 + number
             assert talking.closed()[0] == idle.closed()[0] == 1001
             assert talking.events[-1]["frame_index"] < 200
-    assert "use headphones" in server.stderr[1]
     said = {signal.SIGINT: "note: interrupted.\n", signal.SIGTERM: "note: ended by SIGTERM.\n"}
-    assert server.stderr[-1] == said[number]
+    assert server.stderr[1:] == [said[number]]
     assert "Traceback" not in "".join(server.stderr)
 
 

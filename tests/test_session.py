@@ -13,10 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_voicechat
-from mlx_voicechat import AudioFrame, Done, Event, LimitReached, TextDelta
+from mlx_voicechat import (
+    AudioFrame,
+    Cancelled,
+    Done,
+    Event,
+    FunctionDelta,
+    LimitReached,
+    Session,
+    TextDelta,
+    TranscriptDelta,
+)
 from mlx_voicechat.errors import InputError, LimitError, SessionClosedError
 from mlx_voicechat.frame import Frame
-from mlx_voicechat.session import Cancelled, FunctionDelta, Session, TranscriptDelta
 from mlx_voicechat.voicechat import VoiceChat
 from tests.support.checkpoints import GOLDEN
 
@@ -210,20 +219,41 @@ def test_override_of_one_frame(model: VoiceChat, audio: np.ndarray) -> None:
     frames: list[Frame] = []
     session.observe(frames.append)
     session.force(text=5, function=6)
-    session.force(text=40)  # the last call wins, for both channels
+    session.force(text=40)  # the last call wins for its channel, and leaves the other
     events = session.push(audio[:2560])
+    assert (frames[0].text_id, frames[0].function_id) == (40, 6)
+    assert [e.token_id for e in events if isinstance(e, TextDelta) and e.frame_index == 0] == [40]
     plain = model.session()
     own: list[Frame] = []
     plain.observe(own.append)
-    plain.push(audio[:1280])
-    assert frames[0].text_id == 40
-    assert frames[0].function_id == own[0].function_id
-    assert [e.token_id for e in events if isinstance(e, TextDelta) and e.frame_index == 0] == [40]
+    plain.force(text=40, function=6)
+    plain.push(audio[:2560])
+    assert (frames[1].text_id, frames[1].function_id) == (own[1].text_id, own[1].function_id)
     for token in (config.bos_id, config.eos_id, config.pad_id):
         session.force(text=token, function=token)
         events = session.push(audio[:1280])
         assert not [e for e in events if isinstance(e, TextDelta | FunctionDelta)]
         assert frames[-1].text_id == frames[-1].function_id == token
+
+
+def test_several_function_ids_are_taken_one_a_frame(model: VoiceChat, audio: np.ndarray) -> None:
+    session = model.session()
+    frames: list[Frame] = []
+    session.observe(frames.append)
+    session.force(function=[5, 6, 7])
+    session.push(audio[:2560])
+    session.force(text=40)
+    session.push(audio[2560:5120])
+    assert [frame.function_id for frame in frames[:3]] == [5, 6, 7]
+    assert frames[2].text_id == 40
+    again = model.session()
+    own: list[Frame] = []
+    again.observe(own.append)
+    for token in (5, 6, 7):
+        again.force(function=token, text=40 if token == 7 else None)
+        again.push(audio[1280 * (token - 5) : 1280 * (token - 4)])
+    again.push(audio[3840:5120])
+    assert [(frame.text_id, frame.function_id) for frame in own] == [(f.text_id, f.function_id) for f in frames]
 
 
 def test_forcing_the_models_own_choice_changes_nothing(

@@ -17,11 +17,12 @@ from support.checkpoints import GOLDEN, copy_of, rewrite
 
 import mlx_voicechat
 from mlx_voicechat import AudioFrame, assets
-from mlx_voicechat.config import ModelConfig, parse_config, read_config
+from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.gauges import memory
-from mlx_voicechat.model import Networks
-from mlx_voicechat.weights import checkpoint, inventory
+from mlx_voicechat.networks.tree import Networks
+from mlx_voicechat.weights import checkpoint, layout
+from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.precision import Plan, fits, held_bytes, plan
 from mlx_voicechat.weights.shards import Stored, verify
 
@@ -34,12 +35,12 @@ def networks(folder: Path, requantise: Plan) -> dict[str, nn.Module]:
     """All modules of a loaded checkpoint by path."""
     config = read_config(folder)
     tree = Networks(config)
-    checkpoint.build(tree, checkpoint.load_parameters(folder, config), config, requantise)
+    checkpoint.build(tree, checkpoint.open_folder(folder).parameters(), config, requantise)
     return dict(tree.named_modules())
 
 
 def names(module: str) -> list[str]:
-    return checkpoint.tensor_names(f"{module}.weight")
+    return layout.stored_names(f"{module}.weight")
 
 
 def stored(shape: tuple[int, ...], dtype: str = "BF16") -> Stored:
@@ -84,7 +85,7 @@ def test_eight_bits_take_the_linear_layers_of_encoder_backbone_and_head() -> Non
 def test_the_released_model() -> None:
     """Groups of 64 throughout; what stays float32 of its large tensors is named here, and what the table is made of."""
     config = parse_config(json.loads((assets.CONFIGS / "full.json").read_text(encoding="utf-8")))
-    shapes = inventory.tensors(config)
+    shapes = layout.shapes(config)
     chosen = plan({name: stored(shape) for name, shape in shapes.items()}, "q8")
     assert {entry["group_size"] for entry in chosen.values()} == {64}
     left = {name for name, shape in shapes.items() if np.prod(shape) > 60_000 and name not in chosen}
@@ -174,9 +175,9 @@ def test_announced_bytes_are_those_held(name: str, choice: str) -> None:
             own = sum(module[part].nbytes for part in ("weight", "scales", "biases"))
             assert own == sum(held_bytes(headers[part], chosen[part]) for part in names(path))
     tree = Networks(config := read_config(folder))
-    checkpoint.build(tree, parameters := checkpoint.load_parameters(folder, config), config, chosen)
+    checkpoint.build(tree, parameters := checkpoint.open_folder(folder).parameters(), config, chosen)
     flat: Any = tree_flatten(tree.parameters())
-    voices = sum(parameters[checkpoint.VOICE_PREFIX + v].nbytes for v in checkpoint.voice_names(parameters))
+    voices = sum(parameters[layout.VOICE_PREFIX + v].nbytes for v in layout.voices(parameters))
     total = sum(array.nbytes for _, array in flat) + voices
     assert sum(memory.held(path, headers[path], chosen) for path in headers) == total
 
@@ -203,7 +204,7 @@ def test_loading_takes_the_final_size_and_one_layer(
 ) -> None:
     monkeypatch.setattr(checkpoint, "STEP_BYTES", 2**20)
     folder, config = wide
-    parameters = checkpoint.load_parameters(folder, config)
+    parameters = replace(checkpoint.open_folder(folder), config=config).parameters()
     tree = Networks(config)
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -222,7 +223,7 @@ def test_loading_takes_the_final_size_and_one_layer(
 def test_float32_is_the_stored_value_and_eight_bits_are_near_it() -> None:
     folder = GOLDEN / "tiny-bf16"
     exact, packed = (networks(folder, plan(verify(folder), choice)) for choice in ("f32", "q8"))
-    parameters = checkpoint.load_parameters(folder, read_config(folder))
+    parameters = checkpoint.open_folder(folder).parameters()
     for path, layer in packed.items():
         if isinstance(layer, nn.QuantizedLinear) and path.startswith(("stt_model.perception", "tts_model")):
             weight: Any = exact[path].weight

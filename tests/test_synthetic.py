@@ -16,11 +16,12 @@ from support.checkpoints import GOLDEN, tensors_of
 import mlx_voicechat
 from mlx_voicechat import assets
 from mlx_voicechat.cli import published
-from mlx_voicechat.config import ModelConfig, parse_config, read_config
+from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import InputError
-from mlx_voicechat.model import Networks
+from mlx_voicechat.networks.tree import Networks
 from mlx_voicechat.text import Tokenizer, character_table
-from mlx_voicechat.weights import checkpoint, inventory, synthetic
+from mlx_voicechat.weights import checkpoint, layout, synthetic
+from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import verify
 
 
@@ -36,7 +37,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(folder: Path) -> tuple[Networks, checkpoint.Parameters, ModelConfig]:
     config = read_config(folder)
-    parameters = checkpoint.load_parameters(folder, config)
+    parameters = checkpoint.open_folder(folder).parameters()
     networks = Networks(config)
     checkpoint.build(networks, parameters, config)
     return networks, parameters, config
@@ -51,21 +52,21 @@ def test_the_full_config_gives_the_released_models_names_and_shapes() -> None:
         name, shape, kind = line.split("\t")
         released[name] = (() if shape == "scalar" else tuple(map(int, shape.split("x"))), kind)
     ours = {
-        name: (shape, "int32" if inventory.is_integer(name) else "float32")
-        for name, shape in inventory.tensors(parse_config(raw_config("full"))).items()
+        name: (shape, "int32" if layout.is_integer(name) else "float32")
+        for name, shape in layout.shapes(parse_config(raw_config("full"))).items()
     }
     assert ours == released
 
 
 @pytest.mark.parametrize("folder", [GOLDEN / "tiny-f32", assets.TINY], ids=["golden", "talking"])
 def test_other_checkpoints_have_the_names_and_shapes_of_their_configs(folder: Path) -> None:
-    assert inventory.tensors(read_config(folder)) == {name: entry.shape for name, entry in verify(folder).items()}
+    assert layout.shapes(read_config(folder)) == {name: entry.shape for name, entry in verify(folder).items()}
 
 
 def test_biases_follow_the_configs_flags() -> None:
     raw = raw_config("random")
     raw["text_config"] |= {"use_bias": True, "attention_bias": True, "mlp_bias": True, "use_conv_bias": False}
-    shapes = inventory.tensors(parse_config(raw))
+    shapes = layout.shapes(parse_config(raw))
     assert shapes["stt_model.llm.layers.0.mixer.in_proj.bias"] == (426,)
     assert shapes["stt_model.llm.layers.1.mixer.up_proj.bias"] == (112,)
     assert shapes["stt_model.llm.layers.3.mixer.k_proj.bias"] == (28,)
@@ -110,7 +111,7 @@ def test_the_same_seed_gives_the_same_bytes(small: Path, tmp_path: Path) -> None
 def test_a_small_one_loads_whole(small: Path) -> None:
     networks, parameters, config = build(small)
     assert config.synthetic
-    assert checkpoint.voice_names(parameters) == ["Aria", "Sofia"]
+    assert layout.voices(parameters) == ["Aria", "Sofia"]
     for voice in ("Aria", "Sofia"):
         latents = checkpoint.voice(parameters, voice, config)
         assert latents.shape == (1, config.tts.prompt_frames, config.tts.hidden_size)
@@ -152,7 +153,7 @@ def test_a_quantised_one_has_the_published_checkpoints_form(tmp_path: Path) -> N
 def test_the_full_kind_is_as_large_as_the_published_one() -> None:
     config = parse_config(raw_config("full"))
     tokens = synthetic.vocabulary(config.llm.vocab_size)
-    shapes = inventory.originals(config).items()
+    shapes = layout.shapes(config, buffers=True).items()
     plan = [part for name, shape in shapes for part in synthetic._plan(name, shape, config, tokens, 0, 4)]
     headers = published.headers(config, 4)
     assert len(headers) == 1632 + 2 * 123
@@ -202,7 +203,7 @@ def test_the_tokenizer_fits_heads_and_characters(small: Path) -> None:
 def test_flags_follow_the_rules_of_trained_checkpoints(folder: Path) -> None:
     config, tokens = read_config(folder), Tokenizer(folder).pieces
     stored = tensors_of(folder)
-    names = [name for name in stored if inventory.is_integer(name) and not name.endswith("codec_silence_tokens")]
+    names = [name for name in stored if layout.is_integer(name) and not name.endswith("codec_silence_tokens")]
     assert len(names) == 5
     for name in names:
         ours = synthetic._integers(name, config, tokens, np.random.default_rng(0))
@@ -221,7 +222,7 @@ def test_values_are_sensible(small: Path) -> None:
     assert 0.9e-3 < steps.min() < steps.max() < 0.11
     for name, tensor in stored.items():
         assert np.isfinite(tensor).all(), name
-        assert inventory.is_integer(name) or np.abs(tensor).max() < 10, name
+        assert layout.is_integer(name) or np.abs(tensor).max() < 10, name
         if name.endswith("layernorm.weight"):
             assert abs(tensor.mean()) < 0.1, name
         elif "norm" in name and name.endswith(".weight") and not name.startswith("tts_model.tts_model"):

@@ -20,8 +20,9 @@ import pytest
 import soundfile
 
 from mlx_voicechat.cli import client, recital
-from mlx_voicechat.cli.client import realtime_url
 from mlx_voicechat.cli.main import run
+from mlx_voicechat.client import connecting
+from mlx_voicechat.client.connecting import realtime_url
 from mlx_voicechat.errors import InputError
 from tests.support.checkpoints import GOLDEN
 from tests.support.scripted_server import Peer, standing_in
@@ -99,7 +100,8 @@ def test_a_conversation(command: Command, second: Path, tmp_path: Path) -> None:
     assert printed == "[user] Hello\nGood day.\n[function] <call>\n"
     assert wav(out).tolist() == [index for index in range(SECOND_FRAMES) for _ in range(1764)]
     update, *appends, commit = server.heard
-    assert update == {"type": "session.update", "session": {"system_prompt": "Be brief.", "seed": 2**40}}
+    session = {"system_prompt": "Be brief.", "seed": 2**40, "extensions": True}
+    assert update == {"type": "session.update", "session": session}
     assert commit == {"type": "input_audio_buffer.commit", "pad_partial": True}
     assert all(set(append) == {"type", "audio", "sample_rate"} for append in appends)
     assert {append["sample_rate"] for append in appends} == {16000}
@@ -109,10 +111,40 @@ def test_a_conversation(command: Command, second: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(sent, soundfile.read(second, dtype="int16")[0])
 
 
+def test_what_is_called_is_shown_in_place_of_the_function_text(command: Command) -> None:
+    arguments = {"city": "Paris", "days": 2, "exact": True}
+
+    def script(peer: Peer) -> None:
+        peer.greet(tools=["get_weather", "get_time"])
+        peer.answer(2)
+        heard = {"frame_index": 2, "delta": "Rain?", "transcript": "Rain?"}
+        peer.send("conversation.item.input_audio_transcription.delta", **heard)
+        peer.send("response.function.delta", frame_index=3, token_id=8, delta="<call>", text="<call>")
+        peer.send("tool.call", frame_index=3, call_id="call_1", name="get_weather", arguments=arguments)
+        peer.send("tool.failed", frame_index=3, call_id="call_2", reason="unknown_tool", raw="get_\nrich()")
+        peer.send("tool.result", frame_index=4, call_id="call_1", result='{"weather": "raining"}')
+        peer.send("tool.result", frame_index=4, call_id="call_2", result="x" * 1000)
+        peer.text("It rains.")
+        peer.answer()
+        peer.finish()
+
+    with standing_in(script) as server:
+        code, printed, err = command(server.url)
+    assert (code, err) == (0, "")
+    assert printed.splitlines() == [
+        "[user] Rain?",
+        '[call] get_weather(city="Paris", days=2, exact=true)',
+        "[call] failed (unknown tool) get_ rich()",
+        '[result] {"weather": "raining"}',
+        f"[result] {'x' * 400}...",
+        "It rains.",
+    ]
+
+
 def test_silence_follows_and_the_prompt_may_be_absent(command: Command) -> None:
     with standing_in(whole) as server:
         assert command(server.url, "--extra-decoding-seconds", 1.5) == (0, "[user]\n", "")
-    assert server.heard[0]["session"] == {"seed": 0}
+    assert server.heard[0]["session"] == {"seed": 0, "extensions": True}
     sent = b"".join(base64.b64decode(message["audio"]) for message in server.heard[1:-1])
     assert len(sent) == 2 * 2.5 * 16000
     assert not any(sent[2 * 16000 :])
@@ -345,7 +377,7 @@ def test_a_loading_server_is_waited_for(command: Command, kept: Path, monkeypatc
     with standing_in(whole, [(503, "")] * 2) as server:
         code, printed, err = command(server.url)
     assert (code, printed, err) == (0, "[user]\n", "note: the server is still loading its model: waiting for it.\n")
-    monkeypatch.setattr(client, "LOADING_SECONDS", 0.5)
+    monkeypatch.setattr(connecting, "LOADING_SECONDS", 0.5)
     with standing_in(whole, [(503, '{"error": {"message": "Loading."}}')] * 9) as server:
         code, printed, err = command(server.url, "--output-audio", kept)
     assert (code, printed, err.count("\n")) == (1, "", 2)
@@ -382,7 +414,7 @@ def test_something_else_listens(command: Command, kept: Path, answer: bytes) -> 
 
 
 def test_no_answer_at_all(command: Command, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(connecting, "CONNECT_SECONDS", 0.3)
     with listener(None) as place:
         line = one_line(command(f"ws://{place}", "--output-audio", kept))
     assert f"{place} did not answer within 0.3 s." in line

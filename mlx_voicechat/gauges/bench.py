@@ -6,7 +6,6 @@ import gc
 import os
 import platform
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,14 +17,16 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import psutil
 from mlx.utils import tree_flatten
 
-from ..config import ModelConfig, read_config
+from ..config import ModelConfig
 from ..frame import Frame
-from ..voicechat import VoiceChat, load
+from ..options import LoadOptions
+from ..session import Session
+from ..voicechat import VoiceChat, load_opened
 from ..weights import checkpoint
-from ..weights.precision import Choice
-from ..weights.shards import verify
+from ..weights.precision import Choice, check_choice, llm_is_float32
 from . import memory, traffic
 from .counting import Count, counting
 from .parts import timed
@@ -80,11 +81,10 @@ def bench(
     `parts` times the parts of the stages too, in a session of their own. `progress` gets the number of frames done;
     `stop` ends the measured session early. Raises what `load` raises.
     """
-    folder = checkpoint.find(model, say)
-    config, stored = read_config(folder), verify(folder)
-    cache_bytes = memory.tts_cache_bytes(kv_cache)
-    plan = memory.speech_plan(config, stored, speech_weights, cache_bytes)
-    loaded, loading = _load(model, speech_weights, kv_cache, say)
+    check_choice(speech_weights)
+    memory.kv_cache_type(kv_cache)
+    opened, loaded, loading = _load(model, speech_weights, kv_cache, say)
+    config, stored, plan = opened.config, opened.stored, loaded.requantised
     compiled = compile and loaded.compile()
     if compile and not compiled:
         say("Frames are measured uncompiled: MLX found no C++ compiler here.")
@@ -97,18 +97,14 @@ def bench(
     started = time.perf_counter()
     session = loaded.session(profile=True)
     opening = time.perf_counter() - started
-    profile = _profile(session.profile)
     resident_at_start = resident()
-    for done in range(1, frames + 1):
-        session.push(next(noise), config.input_rate_hz)
-        progress(done)
-        if stop():
-            break
-    gc.collect()
+    _push(session, noise, frames, progress, stop)
 
+    profile = _profile(session.profile)
     summary = profile.summary()
-    announced = memory.announce(config, stored, session.frames, requantise=plan, tts_cache_bytes=cache_bytes)
-    figures = _memory(loading, announced) | {"resident": networks_resident(loaded, loading.bytes)}
+    states = memory.States(config, llm_is_float32(stored), kv_cache)
+    figures = _memory(loading, memory.announce(config, stored, session.frames, requantise=plan, states=states))
+    figures["resident"] = networks_resident(loaded, loading.bytes)
     figures["process"] |= {"first_frame_bytes": resident_at_start, "last_frame_bytes": resident()}
     bandwidth = bandwidth_gbps or traffic.measured_bandwidth()
     report: dict[str, Any] = {
@@ -120,15 +116,27 @@ def bench(
         "load_seconds": loading.seconds,
         "opening_seconds": {"first": first_opening, "again": opening},
         "memory": figures,
-        "floor": floor(
-            traffic.traffic(config, stored, session.frames, plan, cache_bytes), bandwidth, summary["stages"]
-        ),
+        "floor": floor(traffic.traffic(config, stored, session.frames, plan, states), bandwidth, summary["stages"]),
         "bandwidth": {"gbps": bandwidth, "measured": bandwidth_gbps is None},
+        **({"sub_stages": sub_stages} if sub_stages is not None else {}),
+        "notes": [*summary["notes"], *_notes(counted)],
     }
-    if sub_stages is not None:
-        report["sub_stages"] = sub_stages
-    report["notes"] = [*summary["notes"], *_notes(counted)]
     return report, profile.every_frame()
+
+
+def _push(
+    session: Session,
+    noise: Iterator[np.ndarray],
+    frames: int,
+    progress: Callable[[int], None],
+    stop: Callable[[], bool],
+) -> None:
+    for done in range(1, frames + 1):
+        session.push(next(noise), session.model.config.input_rate_hz)
+        progress(done)
+        if stop():
+            break
+    gc.collect()
 
 
 def faint_noise(config: ModelConfig) -> Iterator[np.ndarray]:
@@ -216,11 +224,7 @@ def describe_machine(compiled: bool) -> dict[str, Any]:
 
 def resident() -> int:
     """Bytes of physical memory that this process holds now."""
-    if sys.platform == "darwin":
-        command = ["/bin/ps", "-o", "rss=", "-p", str(os.getpid())]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1024
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident() -> int:
@@ -231,14 +235,16 @@ def peak_resident() -> int:
 
 def _load(
     model: str | Path, speech_weights: Choice | None, kv_cache: str, say: Callable[[str], None]
-) -> tuple[VoiceChat, Loading]:
+) -> tuple[checkpoint.Checkpoint, VoiceChat, Loading]:
     gc.collect()  # an earlier model of this process must not be freed while this one is measured
     active, process = mx.get_active_memory(), resident()
     mx.reset_peak_memory()
     started = time.perf_counter()
-    loaded = load(model, say, compile=False, speech_weights=speech_weights, kv_cache=kv_cache)
+    opened = checkpoint.open_model(model, say)
+    options = LoadOptions(compile=False, speech_weights=speech_weights, kv_cache=kv_cache)
+    loaded = load_opened(str(model), opened, options, say)
     seconds = time.perf_counter() - started
-    return loaded, Loading(seconds, active, mx.get_active_memory(), mx.get_peak_memory(), process, resident())
+    return opened, loaded, Loading(seconds, active, mx.get_active_memory(), mx.get_peak_memory(), process, resident())
 
 
 def _time_parts(model: VoiceChat, noise: Iterator[np.ndarray], frames: int) -> dict[str, Any]:
@@ -295,6 +301,4 @@ def _notes(counted: Counted) -> list[str]:
     notes = ["floor: weights and caches once for each time they are used, at the bandwidth given; no activations"]
     if counted.symbols:
         notes.append(f"no frame tried was without transcript symbols; the one counted has {counted.symbols}")
-    if not counted.count.complete:
-        notes.append("reads by numpy cannot be watched with this Python: there may be more evaluations")
     return notes

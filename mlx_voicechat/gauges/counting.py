@@ -1,14 +1,14 @@
 """Counts what a piece of work hands to the device: primitives, launches, and how often the host reads or waits.
 
-Every way from Python into an evaluation is wrapped meanwhile: the functions and methods below, and the buffer protocol,
-through which numpy, `memoryview` and `bytes` read an array. Not seen: names bound before (`from mlx.core import eval`).
+Every way from Python into an evaluation is wrapped meanwhile: MLX's functions and methods below, and numpy, which reads
+an array through the buffer protocol: its constructors, its functions and ufuncs by the protocols that it looks for on
+a class (NEP 13 and 18), and `memoryview`. Not seen: names bound before, such as `from mlx.core import eval`.
 """
 
 from __future__ import annotations
 
-import ctypes
+import builtins
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
 
 # Primitives that only look at memory in another way: no device starts a kernel for them.
 VIEWS = frozenset(
@@ -33,8 +34,11 @@ METHODS = (
     *("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "__complex__", "__bytes__"),
     *("__repr__", "__format__", "__array__", "__dlpack__", "__getstate__"),
 )
+CONSTRUCTORS = ("array", "asarray", "asanyarray", "ascontiguousarray", "asfortranarray", "frombuffer", "copyto")
 BUFFER = "buffer"  # how a read by numpy is named in `Count.reads`
 NODE = re.compile(r'label ="(\w+)", shape=rectangle')
+
+Note = Callable[..., None]
 
 
 @dataclass
@@ -43,7 +47,6 @@ class Count:
 
     operations: Counter[str] = field(default_factory=Counter)
     reads: Counter[str] = field(default_factory=Counter)
-    complete: bool = True  # False where the buffer protocol could not be watched
 
     @property
     def primitives(self) -> int:
@@ -69,9 +72,7 @@ def counting() -> Iterator[Count]:
 
         def note(how: str, *values: Any) -> None:
             count.reads[how] += 1
-            flat: Any = tree_flatten(values, destination={})
-            arrays = [leaf for leaf in flat.values() if isinstance(leaf, mx.array)]
-            if arrays:
+            if arrays := _arrays(values):
                 mx.export_to_dot(str(drawing), *arrays)
                 count.operations.update(NODE.findall(drawing.read_text(encoding="utf-8")))
 
@@ -79,11 +80,16 @@ def counting() -> Iterator[Count]:
             _replace(undo, mx, name, note)
         for name in METHODS:
             _replace(undo, mx.array, name, note)
-        count.complete = _watch_buffers(undo, lambda array: note(BUFFER, array))
+        _watch_numpy(undo, note)
         yield count
 
 
-def _replace(undo: ExitStack, owner: Any, name: str, note: Callable[..., None]) -> None:
+def _arrays(values: Any) -> list[mx.array]:
+    flat: Any = tree_flatten(values, destination={})
+    return [leaf for leaf in flat.values() if isinstance(leaf, mx.array)]
+
+
+def _replace(undo: ExitStack, owner: Any, name: str, note: Note) -> None:
     original = vars(owner)[name]
 
     @wraps(original)
@@ -91,44 +97,44 @@ def _replace(undo: ExitStack, owner: Any, name: str, note: Callable[..., None]) 
         note(name, args, kwargs)
         return original(*args, **kwargs)
 
-    setattr(owner, name, watched)
-    undo.callback(setattr, owner, name, original)
+    _set(undo, owner, name, watched)
 
 
-# bf_getbuffer is a C function that Python 3.10 and 3.11 give no other way to wrap.
-_GetBuffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
-_GETBUFFER_SLOT = 1  # Py_bf_getbuffer in CPython's typeslots.h
-_AS_BUFFER = 20  # place of tp_as_buffer among the pointers of a PyTypeObject, from 3.10 to 3.14
+def _set(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until `undo`, which leaves none where there was none."""
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
 
-def _watch_buffers(undo: ExitStack, note: Callable[[mx.array], None]) -> bool:
-    """Call `note` before each read through the buffer protocol; False, and nothing done, where that is impossible."""
-    pointer = ctypes.sizeof(ctypes.c_void_p)
-    if sys.implementation.name != "cpython" or object.__basicsize__ != 2 * pointer:
-        return False
-    get_slot = ctypes.pythonapi.PyType_GetSlot
-    get_slot.restype, get_slot.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_int]
-    known = get_slot(mx.array, _GETBUFFER_SLOT)
-    procedures = ctypes.c_void_p.from_address(id(mx.array) + _AS_BUFFER * pointer).value
-    if not known or not procedures:
-        return False
-    entry = ctypes.c_void_p.from_address(procedures)
-    if entry.value != known:
-        return False
-    original = _GetBuffer(known)
+def _watch_numpy(undo: ExitStack, note: Note) -> None:
+    plain = np.asarray
 
-    def watched(array: Any, view: int, flags: int) -> int:
-        note(array)
-        try:
-            return original(array, view, flags)
-        except BufferError:  # a type that buffers lack, bfloat16
-            return -1
+    def watch(owner: Any, name: str) -> None:
+        original = vars(owner)[name]
 
-    callback = _GetBuffer(watched)
+        def reading(*args: Any, **kwargs: Any) -> Any:
+            if _arrays((args, kwargs)):
+                note(BUFFER, args, kwargs)
+            return original(*args, **kwargs)
 
-    def restore(_: object) -> None:
-        entry.value = known
+        _set(undo, owner, name, reading)
 
-    undo.callback(restore, callback)  # which must outlive its use
-    entry.value = ctypes.cast(callback, ctypes.c_void_p).value
-    return True
+    def call(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        note(BUFFER, args, kwargs)
+        args, kwargs = tree_map(lambda leaf: plain(leaf) if isinstance(leaf, mx.array) else leaf, (args, kwargs))
+        return run(*args, **kwargs)
+
+    def function(self: mx.array, run: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+        return call(run, args, kwargs)
+
+    def ufunc(self: mx.array, run: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        return call(getattr(run, method), args, kwargs)
+
+    for name in CONSTRUCTORS:
+        watch(np, name)
+    watch(builtins, "memoryview")
+    _set(undo, mx.array, "__array_function__", function)
+    _set(undo, mx.array, "__array_ufunc__", ufunc)

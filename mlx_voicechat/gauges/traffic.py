@@ -12,24 +12,23 @@ import time
 from collections.abc import Mapping
 
 from ..config import ModelConfig
-from ..weights.checkpoint import llm_is_float32
-from ..weights.precision import Plan
+from ..networks.cache import KvCache
+from ..weights import layout
+from ..weights.precision import Plan, llm_is_float32
 from ..weights.shards import Stored
-from .memory import AS_STORED, FLOAT, guidance_rows, held, is_global, llm_width, machine
+from .memory import AS_STORED, FLOAT, States, held, machine
 
+# Tensors by network and the name within it.
 ONCE = {
-    "perception": re.compile(r"^stt_model\.perception\.(?!.*\.linear_pos\.)"),  # positions are projected at load
-    "rnnt": re.compile(r"^stt_model\.rnnt_joint\.(enc|joint_net)\."),
-    "language": re.compile(r"^stt_model\.(llm|lm_head|function_head)\."),
-    "tts": re.compile(
-        r"^tts_model\.tts_model\.(backbone\.|rvq_embs|gated_fusion_audio_text\.(audio_proj|final_norm)\.)"
-    ),
-    "codec": re.compile(r"^tts_model\.audio_codec\.decoder\."),
+    "perception": re.compile(r"(?!.*\.linear_pos\.)"),  # positions are projected at load
+    "rnnt": re.compile(r"rnnt_joint\.(enc|joint_net)\."),
+    "language": re.compile(r"(llm|lm_head|function_head)\."),
+    "tts": re.compile(r"(backbone\.|rvq_embs|gated_fusion_audio_text\.(audio_proj|final_norm)\.)"),
+    "codec": re.compile(r"decoder\."),
 }
-EVERY_PASS = re.compile(
-    r"^tts_model\.tts_model\.(embed_code\.|mog_head\.(mlp_stack|proj_logits|proj_logs|proj_else)\.)"
-)
-ONE_COMPONENT = re.compile(r"^tts_model\.tts_model\.mog_head\.(proj_mus\.|low_mat)")  # of C, in every pass
+EVERY_PASS = re.compile(r"(embed_code\.|mog_head\.(mlp_stack|proj_logits|proj_logs|proj_else)\.)")
+ONE_COMPONENT = re.compile(r"mog_head\.(proj_mus\.|low_mat)")  # of C, in every pass
+EMBEDDING = re.compile(r"embed_tokens\.")
 COPY_BYTES, COPIES = 2**28, 7  # of the measured copy: far larger than any processor's caches
 
 
@@ -38,36 +37,36 @@ def traffic(
     stored: Mapping[str, Stored],
     positions: int,
     requantise: Plan = AS_STORED,
-    tts_cache_bytes: int = FLOAT,
+    states: States | None = None,
 ) -> dict[str, int]:
     """Bytes a frame by stage, after `positions` positions of the timeline; the options are `memory.announce`'s."""
     float32_llm = llm_is_float32(stored)
     sizes = {name: held(name, tensor, requantise, float32_llm) for name, tensor in stored.items()}
 
-    def of(pattern: re.Pattern[str]) -> int:
-        return sum(size for name, size in sizes.items() if pattern.search(name))
+    def of(network: str, pattern: re.Pattern[str]) -> int:
+        names = (name for name in sizes if layout.network(name) == network)
+        return sum(sizes[name] for name in names if pattern.match(layout.own_name(name)))
 
-    moved = {stage: of(pattern) for stage, pattern in ONCE.items()}
-    encoder, llm, tts, codec = config.encoder, config.llm, config.tts, config.codec
+    moved = {stage: of(stage, pattern) for stage, pattern in ONCE.items()}
+    encoder, tts, codec = config.encoder, config.tts, config.codec
+    states = states or States(config, float32_llm)
+    language, speech = states.language_state(positions), states.tts_state(positions)
     moved["perception"] += FLOAT * encoder.n_layers * encoder.d_model * (3 * encoder.left_frames + 1)
-    embedding = sum(size for name, size in sizes.items() if name.startswith("stt_model.embed_tokens."))
-    moved["language"] += 2 * embedding // llm.vocab_size
-    moved["language"] += llm.pattern.count("M") * 2 * FLOAT * llm.mamba_inner * llm.ssm_state_size
-    keys_values = 2 * llm.num_key_value_heads * llm.head_dim * llm_width(stored)
-    moved["language"] += llm.pattern.count("*") * positions * keys_values
+    moved["language"] += 2 * of("language", EMBEDDING) // config.llm.vocab_size
+    moved["language"] += 2 * sum(state.ssm.nbytes for state in language.mamba)
+    moved["language"] += sum(_read_bytes(cache, positions) for cache in language.caches)
     passes = len(tts.pass_counts)
-    moved["tts"] += passes * (of(EVERY_PASS) + of(ONE_COMPONENT) // tts.mog.num_predictions)
+    moved["tts"] += passes * (of("tts", EVERY_PASS) + of("tts", ONE_COMPONENT) // tts.mog.num_predictions)
     moved["tts"] += FLOAT * (tts.hidden_size + tts.num_quantizers * tts.latent_size)
-    moved["tts"] += tts_cache_bytes * _tts_caches(config, tts.prompt_frames + positions)
+    moved["tts"] += sum(_read_bytes(cache, tts.prompt_frames + positions) for cache in speech.caches)
     moved["codec"] += FLOAT * codec.num_quantizers * codec.latent_dim
     return moved
 
 
-def _tts_caches(config: ModelConfig, positions: int) -> int:
-    tts = config.tts
-    layers = range(tts.num_hidden_layers)
-    seen = sum(positions if is_global(layer) else min(positions, tts.sliding_window) for layer in layers)
-    return seen * guidance_rows(config) * 2 * tts.num_key_value_heads * tts.head_dim
+def _read_bytes(cache: KvCache, positions: int) -> int:
+    """What attention reads of a cache with room for `positions`: those it holds, not its room."""
+    held = positions if cache.window is None else min(positions, cache.window)
+    return cache.nbytes // max(1, cache.room(positions)) * held
 
 
 def milliseconds(moved: int, bandwidth_gbps: float) -> float:

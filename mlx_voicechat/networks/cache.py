@@ -39,6 +39,18 @@ class KvCache:
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self.arrays)
 
+    def room(self, positions: int) -> int:
+        """Positions that are allocated once it holds `positions`: whole blocks, no more than the window."""
+        if positions == 0:
+            return 0
+        room = -(-(positions + self.phase) // BLOCK) * BLOCK - self.phase
+        return room if self.window is None else min(room, self.window)
+
+    def reserve(self, rows: int, heads: int, head_dim: int, positions: int, dtype: mx.Dtype) -> None:
+        """Room for `positions` in a fresh cache of B = `rows`; lazy, so that its size can be told without taking it."""
+        shape, dtype = (rows, heads, self.room(positions), head_dim), self.dtype or dtype
+        self.keys, self.values = mx.zeros(shape, dtype), mx.zeros(shape, dtype)
+
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
         """Add T positions; returns keys, values and mask (T, positions) to attend with (None: attend to all).
 
@@ -70,12 +82,8 @@ class KvCache:
         have = 0 if self.keys is None else self.keys.shape[2]
         if self.keys is not None and self.values is not None and have >= needed:
             return self.keys, self.values
-        blocks = -(-(needed + self.phase) // BLOCK)
-        capacity = blocks * BLOCK - self.phase
-        if self.window is not None:
-            capacity = min(capacity, self.window)
-        self.keys = _extended(self.keys, keys, capacity - have)
-        self.values = _extended(self.values, values, capacity - have)
+        extra = self.room(needed) - have
+        self.keys, self.values = _extended(self.keys, keys, extra), _extended(self.values, values, extra)
         return self.keys, self.values
 
     def _wrap_many(self, keys: mx.array, values: mx.array, start: int) -> tuple[mx.array, mx.array, mx.array]:

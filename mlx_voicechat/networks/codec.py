@@ -16,6 +16,7 @@ import numpy as np
 from ..config import CODEC_MAGNITUDE_LIMIT, CODEC_NORM_EPS, CodecConfig
 from ..errors import InputError
 from .activations import gelu
+from .causal_conv import causal_conv, taps_of
 from .linear import Linear, prepare_linears
 
 EXPANSION = 4  # NeMo ConvNeXtBlock: inner width of a block over its width
@@ -110,10 +111,7 @@ class Block(nn.Module):
         self.pwconv2 = Linear(EXPANSION * width, width)
 
     def prepare(self) -> list[mx.array]:
-        # One vector per tap: compiled, the products, sums and bias are a single kernel.
-        width, kernel, _ = self.dwconv.weight.shape
-        taps = mx.contiguous(self.dwconv.weight.astype(mx.float32).reshape(width, kernel).T)
-        self._taps = [taps[k] for k in range(kernel)]
+        self._taps = taps_of(self.dwconv.weight)
         return self._taps
 
     def no_past(self, batch: int) -> mx.array:
@@ -123,13 +121,9 @@ class Block(nn.Module):
 
     def __call__(self, x: mx.array, past: mx.array) -> tuple[mx.array, mx.array]:
         """x (B, T, C), past (B, kernel - 1, C) -> output (B, T, C), the past of the next call."""
-        rows = x.shape[1]
-        padded = mx.concatenate([past, x], axis=1)
-        y = self.dwconv.bias
-        for k, tap in enumerate(self._taps):
-            y = y + padded[:, k : k + rows] * tap
+        y, (past,) = causal_conv(x, (past,), self._taps, self.dwconv.bias)
         y = self.norm(y.reshape(-1, y.shape[-1]))
-        return x + self.pwconv2(gelu(self.pwconv1(y))).reshape(x.shape), padded[:, rows:]
+        return x + self.pwconv2(gelu(self.pwconv1(y))).reshape(x.shape), past
 
 
 class Upsample(nn.Module):
@@ -253,11 +247,11 @@ class Codec(nn.Module):
             self.encoder = Encoder(config)
         self.decoder = Decoder(config)
         self.prvq = Codebooks(config)
+        self._fourier = Fourier(config)
 
     def prepare(self) -> None:
         """Build what is derived from weights and config; call once, after the weights are loaded."""
         prepare_linears(self)
-        self._fourier = Fourier(self.config)
         built = [*self._fourier.arrays, *self.prvq.prepare()]
         for module in self.modules():
             if isinstance(module, Block | Upsample):

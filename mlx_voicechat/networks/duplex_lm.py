@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
+from threadpoolctl import threadpool_limits
 
 from ..config import LlmConfig
 from .activations import relu, silu, silu_of_rows
 from .cache import BLOCK, KvCache
-from .linear import Linear, add_product, numpy_products, prepare_linears
+from .causal_conv import causal_conv, taps_of
+from .linear import Linear, Product, add_product, numpy_is_faster, numpy_product, prepare_linears, product
 
 QUERY_BLOCK = 64  # positions that attend at once: keys after the last of them are never looked at
 # Positions of one block of the scan: on a GPU few passes over the state count, on a CPU the work in its square part.
@@ -67,12 +69,12 @@ class MambaMixer(nn.Module):
     def prepare(self) -> None:
         """Build the float32 constants that no step should compute again."""
         grouped, head = (self._config.n_groups, -1), self._config.mamba_head_dim
-        wide = [a.astype(mx.float32) for a in (self.A_log, self.dt_bias, self.D, self.norm.weight, self.conv1d.weight)]
+        wide = [a.astype(mx.float32) for a in (self.A_log, self.dt_bias, self.D, self.norm.weight)]
         self._rate, self._dt_bias = -mx.exp(wide[0]), wide[1]
         self._skip = mx.repeat(wide[2], head).reshape(grouped)
         self._gain = wide[3].reshape(grouped)
-        self._taps = [mx.contiguous(wide[4][:, tap, 0]) for tap in range(wide[4].shape[1])]
-        bias = self.conv1d.bias if "bias" in self.conv1d else mx.zeros(wide[4].shape[:1])
+        self._taps = taps_of(self.conv1d.weight)
+        bias = self.conv1d.bias if "bias" in self.conv1d else mx.zeros(self.conv1d.weight.shape[:1])
         self._conv_bias = bias.astype(mx.float32)
         mx.eval(self._rate, self._dt_bias, self._skip, self._gain, self._taps, self._conv_bias)
 
@@ -86,16 +88,13 @@ class MambaMixer(nn.Module):
         mixed, state = self.mix(x, state)
         return self.out_proj(mixed), state
 
-    def mix(self, x: mx.array, state: MambaState) -> tuple[mx.array, MambaState]:
+    def mix(self, x: mx.array, state: MambaState, multiply: Product = product) -> tuple[mx.array, MambaState]:
         """A step without its last projection."""
         c = self._config
         batch, inner, size = state.ssm.shape[0], c.mamba_inner, c.n_groups * c.ssm_state_size
-        projected = self.in_proj(x).reshape(batch, -1, inner + c.conv_dim + c.mamba_num_heads)
+        projected = multiply(self.in_proj, x).reshape(batch, -1, inner + c.conv_dim + c.mamba_num_heads)
         gate, channels, dt = mx.split(projected, [inner, inner + c.conv_dim], axis=-1)
-        window, conv = _window(state.conv, channels)
-        mixed = self._conv_bias
-        for tap, rows in zip(self._taps, window, strict=True):
-            mixed = mixed + tap * rows
+        mixed, conv = causal_conv(channels, state.conv, self._taps, self._conv_bias)
         scan, activate = (_scan_one, silu) if channels.shape[1] == 1 else (_scan_many, silu_of_rows)
         value, key, query = mx.split(activate(mixed), [inner, inner + size], axis=-1)
         read, ssm = scan(value, key, query, *self._time_steps(dt), state.ssm, c.n_groups)
@@ -113,18 +112,6 @@ class MambaMixer(nn.Module):
         if high < math.inf:
             dt = mx.minimum(dt, high)
         return dt, dt * self._rate
-
-
-def _window(past: tuple[mx.array, ...], channels: mx.array) -> tuple[list[mx.array], tuple[mx.array, ...]]:
-    """What each tap of the causal convolution reads, (B, T, channels) a tap, and the inputs to keep."""
-    kept, length = len(past), channels.shape[1]
-    if length == 1:
-        rows = [*past, channels]
-        return rows, tuple(rows[1:])
-    padded = mx.concatenate([*past, channels], axis=1)
-    # take copies: slices would keep the whole prompt's inputs alive in the state
-    last = mx.take(padded, mx.arange(length, length + kept), axis=1)
-    return [padded[:, tap : tap + length] for tap in range(kept + 1)], tuple(mx.split(last, kept, axis=1))
 
 
 def _scan_one(
@@ -191,7 +178,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlmConfig) -> None:
         super().__init__()
-        self._head_dim = config.head_dim
+        self.head_dim, self.kv_heads = config.head_dim, config.num_key_value_heads
         hidden, bias = config.hidden_size, config.attention_bias
         queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = Linear(hidden, queries, bias=bias)
@@ -199,21 +186,22 @@ class Attention(nn.Module):
         self.v_proj = Linear(hidden, keys, bias=bias)
         self.o_proj = Linear(queries, hidden, bias=bias)
 
-    def project(self, x: mx.array, batch: int) -> tuple[mx.array, ...]:
+    def project(self, x: mx.array, batch: int, multiply: Product = product) -> tuple[mx.array, ...]:
         """x (B T, H) -> queries, keys, values, each (B, heads, T, head_dim)."""
         steps = x.shape[0] // batch
-        return tuple(self._by_head(proj(x), batch, steps) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        return tuple(self._by_head(multiply(layer, x), batch, steps) for layer in layers)
 
     def _by_head(self, x: mx.array, batch: int, steps: int) -> mx.array:
         if steps == 1:
-            return x.reshape(batch, -1, 1, self._head_dim)
-        return x.reshape(batch, steps, -1, self._head_dim).swapaxes(1, 2)
+            return x.reshape(batch, -1, 1, self.head_dim)
+        return x.reshape(batch, steps, -1, self.head_dim).swapaxes(1, 2)
 
     def attend(self, projected: tuple[mx.array, ...], cache: KvCache) -> mx.array:
         """What `project` gave -> (B, heads, T, head_dim); the only part of the stack whose shapes grow with time."""
         queries, keys, values = projected
         keys, values, mask = cache.update(keys, values)
-        scale = self._head_dim**-0.5
+        scale = self.head_dim**-0.5
         if mask is None:
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
         before, parts = keys.shape[2] - queries.shape[2], []
@@ -224,11 +212,11 @@ class Attention(nn.Module):
             parts.append(mx.fast.scaled_dot_product_attention(*shown, scale=scale, mask=mask[block, seen]))
         return mx.concatenate(parts, axis=2)
 
-    def output(self, x: mx.array, attended: mx.array) -> mx.array:
+    def output(self, x: mx.array, attended: mx.array, multiply: Product = product) -> mx.array:
         """The residual x (B T, H) and (B, heads, T, head_dim) -> (B T, H)."""
         if attended.shape[2] > 1:
             attended = attended.swapaxes(1, 2)
-        return add_product(x, self.o_proj, attended.reshape(x.shape[0], -1))
+        return add_product(x, self.o_proj, attended.reshape(x.shape[0], -1), multiply=multiply)
 
 
 class Mlp(nn.Module):
@@ -239,9 +227,9 @@ class Mlp(nn.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def __call__(self, x: mx.array, normed: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, normed: mx.array, multiply: Product = product) -> mx.array:
         """The residual x and normed x (B T, H) -> (B T, H)"""
-        return add_product(x, self.down_proj, mx.square(relu(self.up_proj(normed))))
+        return add_product(x, self.down_proj, mx.square(relu(multiply(self.up_proj, normed))), multiply=multiply)
 
 
 MIXERS: dict[str, Callable[[LlmConfig], Any]] = {"M": MambaMixer, "*": Attention, "-": Mlp}
@@ -262,7 +250,9 @@ Segment: TypeAlias = Callable[
 ]
 
 
-def make_segment(before: Block | None, blocks: Sequence[Block], after: Block | None, norm_f: nn.Module) -> Segment:
+def make_segment(
+    before: Block | None, blocks: Sequence[Block], after: Block | None, norm_f: nn.Module, multiply: Product = product
+) -> Segment:
     """The way from one attention to the next as a pure function of arrays, so that it can be compiled.
 
     It takes the residual stream, what the attention of `before` gave and the states of its Mamba blocks; it returns
@@ -275,19 +265,19 @@ def make_segment(before: Block | None, blocks: Sequence[Block], after: Block | N
         shape = x.shape
         x = x.reshape(-1, shape[-1])  # rows of all positions: a matrix product of two axes needs no views
         if before is not None:
-            x = before.mixer.output(x, *attended)
+            x = before.mixer.output(x, *attended, multiply)
         old, new = iter(states), []
         for block in blocks:
             normed = block.norm(x)
             if isinstance(block.mixer, MambaMixer):
-                mixed, state = block.mixer.mix(normed, MambaState(*next(old)))
-                x = add_product(x, block.mixer.out_proj, mixed)
+                mixed, state = block.mixer.mix(normed, MambaState(*next(old)), multiply)
+                x = add_product(x, block.mixer.out_proj, mixed, multiply=multiply)
                 new.append(state)
             else:
-                x = block.mixer(x, normed)
+                x = block.mixer(x, normed, multiply)
         if after is None:
             return norm_f(x).reshape(shape), (), new
-        return x.reshape(shape), after.mixer.project(after.norm(x), shape[0]), new
+        return x.reshape(shape), after.mixer.project(after.norm(x), shape[0], multiply), new
 
     return run
 
@@ -300,7 +290,13 @@ class NemotronH(nn.Module):
         self.layers = [Block(config, kind) for kind in config.pattern]
         self.norm_f = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self._segments: list[Segment] = []
+        self._by_numpy: list[Segment] = []  # the same for many positions, where numpy multiplies faster
         self._compiled: list[Segment] = []
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """Those that have a cache, in order."""
+        return [block.mixer for block in self.layers if isinstance(block.mixer, Attention)]
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -310,8 +306,8 @@ class NemotronH(nn.Module):
     def prepare(self) -> None:
         before: Block | None = None
         blocks: list[Block] = []
-        self._attentions: list[Attention] = []
-        self._segments, self._counts = [], []
+        self._attentions = self.attentions
+        self._segments, self._by_numpy, self._counts = [], [], []
         for block in [*self.layers, None]:
             if block is not None and not isinstance(block.mixer, Attention):
                 if isinstance(block.mixer, MambaMixer):
@@ -319,9 +315,8 @@ class NemotronH(nn.Module):
                 blocks.append(block)
                 continue
             self._segments.append(make_segment(before, blocks, block, self.norm_f))
+            self._by_numpy.append(make_segment(before, blocks, block, self.norm_f, numpy_product))
             self._counts.append(sum(isinstance(b.mixer, MambaMixer) for b in blocks))
-            if block is not None:
-                self._attentions.append(block.mixer)
             before, blocks = block, []
         self._compiled = []
 
@@ -331,17 +326,24 @@ class NemotronH(nn.Module):
 
     def init_state(self, batch: int = 1) -> LlmState:
         mixers = [block.mixer for block in self.layers if isinstance(block.mixer, MambaMixer)]
-        count = len(self._attentions)
+        count = len(self.attentions)
         caches = tuple(KvCache(phase=index * BLOCK // count) for index in range(count))
         return LlmState(tuple(mixer.init_state(batch, self.dtype) for mixer in mixers), caches)
+
+    def reserve(self, state: LlmState, positions: int) -> None:
+        """Room for `positions` in the caches of a fresh state of one conversation; lazy (`KvCache.reserve`)."""
+        for attention, cache in zip(self.attentions, state.caches, strict=True):
+            cache.reserve(1, attention.kv_heads, attention.head_dim, positions, self.dtype)
 
     def step(self, x: mx.array, state: LlmState) -> tuple[mx.array, LlmState]:
         """x (B, T, H) -> hidden states after the final norm (B, T, H), state; lazy for one position."""
         if x.shape[1] == 1:
             return self._run(self._compiled or self._segments, x, state)
-        # products of a layer are too short for several threads, which wait for each other on a busy machine
-        with numpy_products(self, threads=1):
+        if not numpy_is_faster():
             return self._run(self._segments, x, state)
+        # products of a layer are too short for several threads, which wait for each other on a busy machine
+        with threadpool_limits(1):
+            return self._run(self._by_numpy, x, state)
 
     def _run(self, segments: Sequence[Segment], x: mx.array, state: LlmState) -> tuple[mx.array, LlmState]:
         mamba: list[MambaState] = []
@@ -399,6 +401,10 @@ class DuplexLm(nn.Module):
 
     def init_state(self, batch: int = 1) -> LlmState:
         return self.llm.init_state(batch)
+
+    def reserve(self, state: LlmState, positions: int) -> None:
+        """See `NemotronH.reserve`."""
+        self.llm.reserve(state, positions)
 
     def embed(self, ids: mx.array) -> mx.array:
         """ids (B, T) -> (B, T, H); a system prompt's ids so embedded stand in for its audio."""

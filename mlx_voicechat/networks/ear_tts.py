@@ -21,7 +21,7 @@ from ..config import (
     TtsConfig,
 )
 from .cache import KvCache
-from .linear import Linear, prepare_linears
+from .linear import Linear, Product, prepare_linears, product
 from .mog import Codebooks, CodeGenerator, GatedMlp, MogHead, sampling_controls
 from .subword import SubwordEncoder
 
@@ -56,12 +56,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: TtsConfig) -> None:
         super().__init__()
-        self._heads, self._kv_heads, self._head_dim = (
+        self._heads, self.kv_heads, self._head_dim = (
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
         )
-        stacked = (self._heads + 2 * self._kv_heads) * self._head_dim
+        stacked = (self._heads + 2 * self.kv_heads) * self._head_dim
         self.qkv_proj = Linear(config.hidden_size, stacked, bias=False)
         self.o_proj = Linear(self._heads * self._head_dim, config.hidden_size, bias=False)
         self.q_norm = nn.RMSNorm(self._head_dim, RMS_EPS)
@@ -70,7 +70,7 @@ class Attention(nn.Module):
     def prepare(self) -> None:
         """Norm weights of all query and key heads as one (heads, 1, head_dim / 2) per half, the query scale in them."""
         queries = mx.broadcast_to(self.q_norm.weight * GEMMA_QUERY_SCALE, (self._heads, self._head_dim))
-        keys = mx.broadcast_to(self.k_norm.weight, (self._kv_heads, self._head_dim))
+        keys = mx.broadcast_to(self.k_norm.weight, (self.kv_heads, self._head_dim))
         gain = mx.concatenate([queries, keys]).reshape(-1, 2, self._head_dim // 2)
         self._gains = [mx.contiguous(half) for half in mx.split(gain, 2, axis=1)]
         mx.eval(self._gains)
@@ -81,8 +81,8 @@ class Attention(nn.Module):
         Half-split rotary positions written as `first * near + second * far`, so that gain and rotation are one kernel.
         """
         (near, far), (first_gain, second_gain) = rotation, self._gains
-        steps, heads, turning, size = near.shape[1], self._heads, self._heads + self._kv_heads, self._head_dim
-        qkv = self.qkv_proj(x).reshape(-1, steps, turning + self._kv_heads, size)
+        steps, heads, turning, size = near.shape[1], self._heads, self._heads + self.kv_heads, self._head_dim
+        qkv = self.qkv_proj(x).reshape(-1, steps, turning + self.kv_heads, size)
         normed = mx.fast.rms_norm(qkv, None, RMS_EPS)[:, :, :turning]
         first, second = mx.split(normed.reshape(-1, steps, turning, 2, size // 2), 2, axis=-2)
         turned = first * (first_gain * near) + second * (second_gain * far)
@@ -173,6 +173,11 @@ class Backbone(nn.Module):
         layers = range(len(self.layers))
         return tuple(KvCache(None if self.is_global(i) else self._window, phase=i, dtype=dtype) for i in layers)
 
+    def reserve(self, caches: Sequence[KvCache], rows: int, positions: int) -> None:
+        """Room for `positions` of `rows` in fresh caches; lazy (`KvCache.reserve`)."""
+        for layer, cache in zip(self.layers, caches, strict=True):
+            cache.reserve(rows, layer.self_attn.kv_heads, self._head_dim, positions, mx.float32)
+
     def __call__(self, x: mx.array, caches: Sequence[KvCache]) -> mx.array:
         """Embeddings (rows, T, W) that follow what `caches` hold -> hidden states (rows, T, W); writes the caches."""
         shape, steps, start = x.shape, x.shape[1], caches[0].offset
@@ -225,9 +230,9 @@ class GatedFusion(nn.Module):
         self._audio_gain, self._text_gain = scale * gate, scale * (1 - gate)
         mx.eval(self._audio_gain, self._text_gain)
 
-    def text(self, conditioning: mx.array) -> mx.array:
+    def text(self, conditioning: mx.array, multiply: Product = product) -> mx.array:
         """The text side's share (..., W); it depends on the token id alone."""
-        return self._text_gain * self.text_proj(conditioning)
+        return self._text_gain * multiply(self.text_proj, conditioning)
 
     def __call__(self, audio: mx.array, text: mx.array) -> mx.array:
         """`audio` (..., W) is already divided by Q; `text` is what `text()` gave, of any shape that broadcasts."""
@@ -235,7 +240,10 @@ class GatedFusion(nn.Module):
 
 
 class EarTts(nn.Module):
-    """The whole TTS; `vocab_size` is the text vocabulary's. Call `prepare` once after the weights are in place."""
+    """The whole TTS; `vocab_size` is the text vocabulary's.
+
+    Call `prepare` once after the weights are in place, then `use_text_rows`.
+    """
 
     def __init__(self, config: TtsConfig, vocab_size: int) -> None:
         super().__init__()
@@ -250,19 +258,19 @@ class EarTts(nn.Module):
         self.mog_head = MogHead(config)
         self.cache_dtype: mx.Dtype | None = None
 
-    def prepare(
-        self,
-        char_ids: Sequence[Sequence[int]],
-        silence_codes: mx.array,
-        pad_id: int,
-        eos_id: int,
-        text_rows: Callable[[Callable[[], mx.array]], mx.array] = lambda build: build(),
-    ) -> None:
-        """Build all constants, the text share of every token id among them, and evaluate them.
+    def text_rows(self, char_ids: Sequence[Sequence[int]], multiply: Product = product) -> mx.array:
+        """Characters of ids 0 .. V-1 -> the table (V, W) of their text shares, evaluated."""
+        self.gated_fusion_audio_text.prepare()
+        return self.embed_subword.table(
+            char_ids, lambda rows: self.gated_fusion_audio_text.text(rows, multiply), multiply
+        )
 
-        `char_ids`: the characters of ids 0 .. V-1; `silence_codes` (Q,): the codec's codes of silence; `text_rows`
-        gets what builds the table (V, W) of text shares and returns that table (`text_table.kept`).
-        """
+    def use_text_rows(self, table: mx.array) -> None:
+        """Take what `text_rows` gave, now or in an earlier process; a step needs it."""
+        self._text_rows = table
+
+    def prepare(self, silence_codes: mx.array, pad_id: int, eos_id: int) -> None:
+        """Build all constants but the table of text shares; `silence_codes` (Q,): the codec's codes of silence."""
         fusion = self.gated_fusion_audio_text
         prepare_linears(self)
         self.backbone.prepare()
@@ -270,7 +278,6 @@ class EarTts(nn.Module):
         self._pad_id, self._eos_id = pad_id, eos_id
         self._books = Codebooks(self.rvq_embs)
         self._silence = self._books.embed(silence_codes)
-        self._text_rows = text_rows(lambda: self.embed_subword.table(char_ids, fusion.text))
         self._null_row = fusion.text(self.null_emb)
         self._conditioned = mx.array([[[True]], [[False]]])
         mx.eval(self._silence, self._null_row, self._conditioned)
@@ -307,6 +314,10 @@ class EarTts(nn.Module):
             caches=self.backbone.init_caches(self.cache_dtype),
             guidance_rows=1 if scale == 0 else 2,
         )
+
+    def reserve(self, state: TtsState, positions: int) -> None:
+        """Room for `positions`, the voice prompt's among them, in a fresh state of one conversation; lazy."""
+        self.backbone.reserve(state.caches, state.guidance_rows, positions)
 
     def warmup(self, voice: mx.array, state: TtsState) -> TtsState:
         """Run the voice prompt, latents (1, P, W), through the backbone; `state` must be fresh.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_unflatten
-from threadpoolctl import threadpool_limits
+
+Product: TypeAlias = Callable[[nn.Module, mx.array], mx.array]  # layer (in -> out), x (..., in) -> (..., out)
 
 
 class Linear(nn.Linear):
@@ -32,12 +32,20 @@ class Linear(nn.Linear):
         return mx.addmm(self.bias, x, matrix) if "bias" in self else x @ matrix
 
 
-def add_product(addend: mx.array, layer: nn.Module, x: mx.array, scale: float = 1.0) -> mx.array:
+def product(layer: nn.Module, x: mx.array) -> mx.array:
+    """What the layer itself gives."""
+    return layer(x)
+
+
+def add_product(
+    addend: mx.array, layer: nn.Module, x: mx.array, scale: float = 1.0, multiply: Product = product
+) -> mx.array:
     """`addend + scale * layer(x)`; one kernel for a float32 layer without bias (narrower ones would round)."""
-    if isinstance(layer, Linear) and "_matrix" in layer and "bias" not in layer and x.dtype == mx.float32:
+    plain = isinstance(layer, Linear) and "_matrix" in layer and "bias" not in layer and x.dtype == mx.float32
+    if plain and (multiply is product or layer.weight.dtype != mx.float32):
         return mx.addmm(addend, x, layer["_matrix"], alpha=scale)
-    product = layer(x)
-    return addend + (product if scale == 1.0 else scale * product)
+    out = multiply(layer, x)
+    return addend + (out if scale == 1.0 else scale * out)
 
 
 def prepare_linears(module: nn.Module) -> None:
@@ -52,35 +60,16 @@ def numpy_is_faster() -> bool:
     return sys.platform != "darwin" and mx.default_device().type == mx.cpu
 
 
-@contextlib.contextmanager
-def numpy_products(module: nn.Module, threads: int | None = None) -> Iterator[None]:
-    """Meanwhile numpy multiplies for the float32 linear layers of `module`, for many rows, where `numpy_is_faster`.
-
-    `threads` is the most that numpy takes, None as many as it likes.
-    """
-    if not numpy_is_faster():
-        yield
-        return
-    named = [(path, layer) for path, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    layers = [(path, layer) for path, layer in named if layer.weight.dtype == mx.float32]
-    module.update_modules(tree_unflatten([(path, _NumpyLinear(layer)) for path, layer in layers]))
-    try:
-        with threadpool_limits(threads):
-            yield
-    finally:
-        module.update_modules(tree_unflatten(layers))
+def numpy_product(layer: nn.Module, x: mx.array) -> mx.array:
+    """A Product by numpy where the layer is a float32 one; evaluates what it is given. For many rows."""
+    if not isinstance(layer, nn.Linear) or layer.weight.dtype != mx.float32:
+        return layer(x)
+    out = np.asarray(x).reshape(-1, x.shape[-1]) @ np.asarray(layer.weight).T
+    if "bias" in layer:
+        out += np.asarray(layer.bias)
+    return mx.array(out.reshape(*x.shape[:-1], -1))
 
 
-class _NumpyLinear(nn.Module):
-    """A linear layer, (..., in) -> (..., out), float32; evaluates what it is given."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self._weight = np.asarray(layer.weight).T
-        self._bias = np.asarray(layer.bias) if "bias" in layer else None
-
-    def __call__(self, x: mx.array) -> mx.array:
-        out = np.asarray(x).reshape(-1, x.shape[-1]) @ self._weight
-        if self._bias is not None:
-            out += self._bias
-        return mx.array(out.reshape(*x.shape[:-1], -1))
+def product_of_many_rows() -> Product:
+    """The faster Product where there are many rows."""
+    return numpy_product if numpy_is_faster() else product

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..config import RMS_EPS, TtsConfig
 from .activations import gated_gelu
-from .linear import Linear
+from .linear import Linear, Product, product
 
 GUMBEL_GUARD = 1e-8  # NeMo MoGHead: added inside both logarithms
 
@@ -26,8 +26,8 @@ class GatedMlp(nn.Module):
         self.gate_up_proj = Linear(width, 2 * intermediate, bias=False)
         self.down_proj = Linear(intermediate, width, bias=False)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(gated_gelu(*mx.split(self.gate_up_proj(x), 2, axis=-1)))
+    def __call__(self, x: mx.array, multiply: Product = product) -> mx.array:
+        return multiply(self.down_proj, gated_gelu(*mx.split(multiply(self.gate_up_proj, x), 2, axis=-1)))
 
 
 class MogLayer(nn.Module):

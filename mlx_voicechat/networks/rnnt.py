@@ -74,7 +74,7 @@ class Prediction(nn.Module):
 
 
 class PredictionNet(nn.Module):
-    """`stt_model.rnnt_decoder`: embedding and LSTM over the emitted symbols; P = `pred_hidden` (NeMo RNNTDecoder)."""
+    """`rnnt_decoder`: embedding and LSTM over the emitted symbols; P = `pred_hidden` (NeMo RNNTDecoder)."""
 
     def __init__(self, config: RnntConfig) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class PredictionNet(nn.Module):
 
 
 class Joint(nn.Module):
-    """`stt_model.rnnt_joint`: `linear(relu(enc(e) + pred(p)))`; J = `joint_hidden` (NeMo RNNTJoint)."""
+    """`rnnt_joint`: `linear(relu(enc(e) + pred(p)))`; J = `joint_hidden` (NeMo RNNTJoint)."""
 
     def __init__(self, config: RnntConfig) -> None:
         super().__init__()

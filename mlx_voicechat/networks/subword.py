@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config import GEMMA_QUERY_SCALE, GEMMA_SOFT_CAP, RMS_EPS, ROPE_BASE_LOCAL, CharacterEncoderConfig, TtsConfig
+from .linear import Product, product
 from .mog import GatedMlp
 
 BATCH_CHARACTERS = 4096  # characters encoded at once while the table is built: bounds memory, fills a GPU
@@ -27,9 +28,9 @@ class CharacterAttention(nn.Module):
         self.qkv_proj = nn.Linear(config.hidden_size, stacked, bias=False)
         self.o_proj = nn.Linear(self._heads * config.head_dim, config.hidden_size, bias=False)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, multiply: Product = product) -> mx.array:
         batch, steps, _ = x.shape
-        qkv = self.qkv_proj(x).reshape(batch, steps, -1, self._head_dim).swapaxes(1, 2)
+        qkv = multiply(self.qkv_proj, x).reshape(batch, steps, -1, self._head_dim).swapaxes(1, 2)
         rotated = mx.fast.rope(
             qkv[:, : self._heads + self._kv_heads],
             self._head_dim,
@@ -44,7 +45,8 @@ class CharacterAttention(nn.Module):
         scores = (queries * GEMMA_QUERY_SCALE) @ keys.swapaxes(-1, -2)
         scores = GEMMA_SOFT_CAP * mx.tanh(scores / GEMMA_SOFT_CAP)
         mixed = mx.softmax(scores, axis=-1) @ values
-        return self.o_proj(mixed.reshape(batch, self._heads, steps, -1).swapaxes(1, 2).reshape(batch, steps, -1))
+        mixed = mixed.reshape(batch, self._heads, steps, -1).swapaxes(1, 2).reshape(batch, steps, -1)
+        return multiply(self.o_proj, mixed)
 
 
 class CharacterBlock(nn.Module):
@@ -59,9 +61,9 @@ class CharacterBlock(nn.Module):
         self.mlp = GatedMlp(config.hidden_size, config.intermediate_size)
         self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, RMS_EPS)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        x = x + self.post_self_attn_layernorm(self.self_attn(self.pre_self_attn_layernorm(x)))
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+    def __call__(self, x: mx.array, multiply: Product = product) -> mx.array:
+        x = x + self.post_self_attn_layernorm(self.self_attn(self.pre_self_attn_layernorm(x), multiply))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), multiply))
 
 
 class CharacterEncoder(nn.Module):
@@ -72,9 +74,9 @@ class CharacterEncoder(nn.Module):
         self.layers = [CharacterBlock(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, RMS_EPS)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, multiply: Product = product) -> mx.array:
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, multiply)
         return self.norm(x)
 
 
@@ -130,14 +132,17 @@ class SubwordEncoder(nn.Module):
         """Ids (N,) -> (N, W): the two flag embeddings alone, as where the subword mask is False."""
         return self.subword_flag_emb(ids) + self.bos_eos_emb(ids)
 
-    def encode(self, characters: mx.array) -> mx.array:
+    def encode(self, characters: mx.array, multiply: Product = product) -> mx.array:
         """Character ids (N, L) of N tokens of L >= 1 characters each -> (N, W), flags not added."""
         x = self.embed_tokens(characters)
-        x = self.backbone["encoder"](x * x.shape[-1] ** 0.5)
-        return self.proj_embedding(mx.mean(x, axis=1))
+        x = self.backbone["encoder"](x * x.shape[-1] ** 0.5, multiply)
+        return multiply(self.proj_embedding, mx.mean(x, axis=1))
 
     def table(
-        self, char_ids: Sequence[Sequence[int]], finish: Callable[[mx.array], mx.array] = lambda rows: rows
+        self,
+        char_ids: Sequence[Sequence[int]],
+        finish: Callable[[mx.array], mx.array] = lambda rows: rows,
+        multiply: Product = product,
     ) -> mx.array:
         """Characters of ids 0 .. V-1 -> (V, W), evaluated. A token without characters has its flags only.
 
@@ -154,7 +159,7 @@ class SubwordEncoder(nn.Module):
                 ids = mx.array(batch)
                 rows = self.unmasked(ids)
                 if length:
-                    rows = rows + self.encode(mx.array([list(char_ids[token]) for token in batch]))
+                    rows = rows + self.encode(mx.array([list(char_ids[token]) for token in batch]), multiply)
                 table[ids] = finish(rows)
                 mx.eval(table)
         return table

@@ -23,9 +23,9 @@ BLOCK_SAMPLES = RATE_HZ * BLOCK_MS // 1000  # what the library takes at a time
 PCM_SCALE = 32768
 MOST_DELAY_MS = 500  # that the library believes
 TAPS, CUTOFF = 63, 0.9  # of the far side's low-pass, in parts of 8 kHz
-HELD_SAMPLES = 48  # 3 ms of the near side: as much as the low-pass holds of the far side, or its block would be missing
+HELD_SAMPLES = 48  # 3 ms of the near side wait: as much of the far side is still in its low-pass
 WAITING_BLOCKS = 60_000  # of far sound, ten minutes, that no near sound has followed
-SURPLUS_BLOCKS = 500  # of near sound (5 s) through which far sound always waited: then it waits needlessly
+SURPLUS_BLOCKS = 200  # of near sound (2 s) through which far sound always waited: then it waits needlessly
 
 
 class EchoCanceller:
@@ -66,8 +66,7 @@ class EchoCanceller:
         self._far_in, self._near_in = _PromptResampler(far_rate_hz), Resampler(near_rate_hz, RATE_HZ)
         self._near_out = Resampler(RATE_HZ, near_rate_hz)
         self._far, self._near = _Blocks(WAITING_BLOCKS), _Blocks()
-        self._near.push(np.zeros(HELD_SAMPLES, np.float32))
-        self._ahead = HELD_SAMPLES  # samples of those that are still to come out
+        self._held = np.zeros(0, np.float32)
         self._seen_blocks, self._least_waiting = 0, SURPLUS_BLOCKS
 
     def far(self, samples: npt.ArrayLike) -> None:
@@ -76,11 +75,15 @@ class EchoCanceller:
 
     def near(self, samples: npt.ArrayLike) -> Samples:
         """Samples (S,) that the microphone heard -> what of them is not echo (S',), as much as is ready."""
-        self._near.push(self._near_in.push(samples))
+        heard = np.concatenate([self._held, self._near_in.push(samples)])
+        ready = max(len(heard) - HELD_SAMPLES, 0)
+        self._near.push(heard[:ready])
+        self._held = heard[ready:]
         return self._near_out.push(self._cancelled())
 
     def finish(self) -> Samples:
         """The rest (S',), less than a block and what resampling held; after it nothing may be given."""
+        self._near.push(self._held)
         self._near.push(self._near_in.finish())
         padding = -len(self._near.rest) % BLOCK_SAMPLES
         self._near.push(np.zeros(padding, np.float32))
@@ -102,10 +105,7 @@ class EchoCanceller:
             self._seen_blocks += 1
         if len(done) > 1:
             self._catch_up()
-        whole = np.concatenate(done)
-        first = min(self._ahead, len(whole))
-        self._ahead -= first
-        return whole[first:]
+        return np.concatenate(done)
 
     def _catch_up(self) -> None:
         """Where far sound always waited, its clock is the faster one: what waits needlessly would come too late."""

@@ -1,14 +1,15 @@
 """Find, verify, read and check a checkpoint, and load it into a tree of modules.
 
-`find` -> `config.read_config` -> `load_parameters` -> `build` is the whole way; nothing is read from disk but headers
-before `build` has checked every name and shape. The rules are those of the specification's checkpoint page.
+`open_model` -> `Checkpoint.parameters` -> `build` is the whole way; nothing is read from disk but headers before
+`build` has checked every name and shape. The rules are those of the specification's checkpoint page.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,10 +19,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .. import assets
-from ..config import ModelConfig, read_json
+from ..config import ModelConfig
 from ..errors import CheckpointError, InputError
 from ..text import Tokenizer
-from . import hub, layout
+from . import hub, layout, precision
+from .config_file import check_kind, parse_config, read_json
 from .hub import print_notice
 from .shards import Stored, some_of, verify
 
@@ -29,21 +31,7 @@ DEMONSTRATION = "tiny"  # the model name that stands for the packaged checkpoint
 FORMAT_KEY = "mlx_voicechat_format"  # in config.json: MLX tensor layouts, written by `convert`
 FORMAT_VERSION = 1
 CONVERSION_KEY = "mlx_voicechat_conversion"  # in config.json: where a converted checkpoint comes from, and how
-VOICE_PREFIX = "tts_model.audio_prompt_latents."
 STEP_BYTES = 256 * 2**20  # weights evaluated at once, so that what they are made from is freed early
-
-# What computes in float32 (spec, precision): the speech networks whole, and the Mamba recurrence of the LLM.
-FLOAT32 = re.compile(r"^(stt_model\.(perception|rnnt_decoder|rnnt_joint)|tts_model)\.|\.mixer\.(A_log|D|dt_bias)$")
-# What the LLM's residual stream meets: one of these wider than bfloat16, and every product after it is float32.
-STREAM = re.compile(r"^stt_model\.llm\.(norm_f|layers\.\d+\.(norm|mixer\.\w+_proj))\.")
-STREAM_AND_HEADS = re.compile(r"^stt_model\.(llm|lm_head|function_head)\.")  # widened with it; embedded rows are few
-WIDER = ("F32", "F16", "F64")  # as safetensors names them; float16 and bfloat16 meet as float32
-# Parameter paths that are not the stored names: the inverse of layout.RENAMES and of the added LSTM biases.
-STORED_NAMES: list[tuple[re.Pattern[str], tuple[str, ...]]] = [
-    (re.compile(r"\.lstm\.layers\.(\d+)\.Wx$"), (r".lstm.weight_ih_l\1",)),
-    (re.compile(r"\.lstm\.layers\.(\d+)\.Wh$"), (r".lstm.weight_hh_l\1",)),
-    (re.compile(r"\.lstm\.layers\.(\d+)\.bias$"), (r".lstm.bias_ih_l\1", r".lstm.bias_hh_l\1")),
-]
 
 
 class Parameters(dict[str, mx.array]):
@@ -82,33 +70,79 @@ def find(model: str | Path, say: Callable[[str], None] = print_notice) -> Path:
     )
 
 
-def load_parameters(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None = None) -> Parameters:
-    """Parameters by module path in MLX layouts and computing types; lazy, so that unused tensors are never read.
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: what its config.json and its files' headers say, read once.
 
-    `tokenizer` is the folder's, for a caller that has read it already.
-    Raises CheckpointError: files absent or broken, a newer format, a tokenizer or a speaker at odds with the config.
+    No weight is read before `build` evaluates what `parameters` gives.
     """
+
+    folder: Path
+    raw: Mapping[str, Any]  # config.json as it stands
+    stored: Mapping[str, Stored]
+    config: ModelConfig
+
+    @property
+    def format(self) -> int:
+        """0 for PyTorch tensor layouts (mlx-community), else our format's version; CheckpointError for a newer one."""
+        return stored_format(self.raw, self.folder)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files with weights."""
+        return sorted({entry.file for entry in self.stored.values()})
+
+    @property
+    def voices(self) -> list[str]:
+        return layout.voices(self.stored)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises CheckpointError when it is absent, broken or another model's."""
+        tokenizer = Tokenizer(self.folder)
+        check_tokenizer(tokenizer, self.folder, self.config)
+        return tokenizer
+
+    def parameters(self) -> Parameters:
+        """Parameters by module path in MLX layouts and computing types; lazy, so that unused tensors are never read.
+
+        Raises CheckpointError: a file broken, a newer format, a tokenizer or a speaker at odds with the config.
+        """
+        torch_layout = self.format == 0
+        _ = self.tokenizer  # what is wrong with it is said first
+        weights: dict[str, mx.array] = {}
+        for file in self.files:
+            weights |= _read(self.folder / file)
+        whole = {name: array for name, array in weights.items() if _fits(name, weights, self.stored, self.config)}
+        assembled = layout.assemble(whole, torch_layout)
+        wide = precision.llm_is_float32(self.stored)
+        settled = {path: layout.settle(path, array, wide) for path, array in assembled.items()}
+        if self.config.speaker not in (voices := layout.voices(settled)):
+            raise CheckpointError(
+                f"{self.folder}: the speaker of config.json, {self.config.speaker!r}, has no {layout.VOICE_PREFIX}* "
+                "of its own.",
+                f"Voices in this checkpoint: {', '.join(voices) or 'none'}.",
+            )
+        return Parameters(settled, self.folder, self.stored)
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """Open the checkpoint in a folder; raises what `read_json`, `shards.verify` and `parse_config` raise."""
+    raw, where = read_json(folder), str(folder / "config.json")
+    check_kind(raw, where)
     stored = verify(folder)
-    torch_layout = stored_format(folder) == 0
-    check_tokenizer(tokenizer or Tokenizer(folder), folder, config)
-    weights: dict[str, mx.array] = {}
-    for file in sorted({entry.file for entry in stored.values()}):
-        weights |= _read(folder / file)
-    whole = {name: array for name, array in weights.items() if _fits(name, weights, stored, config)}
-    assembled = layout.assemble(whole, torch_layout)
-    wide = llm_is_float32(stored)
-    parameters = Parameters({path: settle(path, array, wide) for path, array in assembled.items()}, folder, stored)
-    if config.speaker not in (voices := voice_names(parameters)):
-        raise CheckpointError(
-            f"{folder}: the speaker of config.json, {config.speaker!r}, has no {VOICE_PREFIX}* of its own.",
-            f"Voices in this checkpoint: {', '.join(voices) or 'none'}.",
-        )
-    return parameters
+    config = parse_config(raw, where, {name: tensor.shape for name, tensor in stored.items()})
+    return Checkpoint(folder, raw, stored, config)
 
 
-def stored_format(folder: Path) -> int:
-    """0 for PyTorch tensor layouts (mlx-community), else our format's version; a newer one raises CheckpointError."""
-    version = read_json(folder).get(FORMAT_KEY, 0)
+def open_model(model: str | Path, say: Callable[[str], None] = print_notice) -> Checkpoint:
+    """`find`, then `open_folder`."""
+    return open_folder(find(model, say))
+
+
+def stored_format(raw: Mapping[str, Any], folder: Path) -> int:
+    """See `Checkpoint.format`; `raw` is the config.json in `folder`."""
+    version = raw.get(FORMAT_KEY, 0)
     if not isinstance(version, int) or not 0 <= version <= FORMAT_VERSION:
         raise CheckpointError(
             f"{folder}: {FORMAT_KEY} is {version!r}, this program reads up to {FORMAT_VERSION}.",
@@ -117,43 +151,15 @@ def stored_format(folder: Path) -> int:
     return version
 
 
-def llm_is_float32(stored: Mapping[str, Stored]) -> bool:
-    """Whether the LLM computes in float32 rather than bfloat16: by what is stored, scales and biases among it.
-
-    The published 4-bit and 8-bit checkpoints have float32 scales beside bfloat16 norms (spec: checkpoint.md).
-    """
-    return any(entry.dtype in WIDER and STREAM.match(name) for name, entry in stored.items())
-
-
-def is_widened(name: str, float32_llm: bool) -> bool:
-    """Whether a floating-point tensor or parameter of this name becomes float32 when it is loaded."""
-    return FLOAT32.search(name) is not None or (float32_llm and STREAM_AND_HEADS.match(name) is not None)
-
-
-def settle(path: str, array: mx.array, float32_llm: bool) -> mx.array:
-    """A tensor in the type it computes in and contiguous: no frame may cast or copy a weight. Widening is exact."""
-    if array.dtype in (mx.int64, mx.uint64):
-        array = array.astype(mx.int32)
-    elif array.dtype == mx.float64 or (mx.issubdtype(array.dtype, mx.floating) and is_widened(path, float32_llm)):
-        array = array.astype(mx.float32)
-    return mx.contiguous(array)
-
-
-def tensor_names(path: str) -> list[str]:
-    """The checkpoint's names of what a parameter is made of, in stacking order."""
-    for pattern, replacements in STORED_NAMES:
-        if pattern.search(path):
-            return [pattern.sub(replacement, path) for replacement in replacements]
-    return layout.sources(path)
-
-
 def check(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, mx.array]) -> None:
     """Compare parameters with what the modules need; raises CheckpointError that lists all faults. Reads no data.
 
     Any tensor that is neither needed, nor in layout.UNUSED, nor in layout.OPTIONAL is a fault.
     """
-    stored = actual.stored if isinstance(actual, Parameters) else {n: None for p in actual for n in tensor_names(p)}
-    needed = {name for path in expected for name in tensor_names(path)}
+    stored = (
+        actual.stored if isinstance(actual, Parameters) else {n: None for p in actual for n in layout.stored_names(p)}
+    )
+    needed = {name for path in expected for name in layout.stored_names(path)}
     known = {name for name in stored if not layout.is_unused(name) and not layout.OPTIONAL.search(name)}
     wrong = [_shape_fault(p, e, actual) for p, e in expected.items() if p in actual and tuple(actual[p].shape) != e]
     faults = []
@@ -177,9 +183,11 @@ def quantise_modules(module: nn.Module, config: ModelConfig) -> None:
     MLX does not have or a group size that does not divide the inputs.
     """
     unused = set(config.quantization)
+    if not unused:
+        return
 
     def settings(path: str, layer: nn.Module) -> dict[str, Any] | bool:
-        parts = layout.sources(path)
+        parts = layout.stored_names(path)
         unused.difference_update(parts)
         entry = _common_settings(parts, config)
         if entry is None:
@@ -204,7 +212,7 @@ def build(
 ) -> None:
     """Quantise `module` as the config says, check, load and evaluate its weights; peak memory stays near their size.
 
-    `requantise` (`speech_weights.plan`): weights to quantise as well, by stored name; replaces them in `parameters`.
+    `requantise` (`precision.plan`): weights to quantise as well, by stored name; replaces them in `parameters`.
     """
     quantise_modules(module, config)
     check(_shapes(module), parameters)
@@ -223,8 +231,10 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _requantise(module: nn.Module, parameters: Parameters, chosen: Mapping[str, Mapping[str, int]]) -> None:
     """One layer after the other, so that one wide weight is there at a time; the largest first, when memory is free."""
-    weights = [path for path in parameters if tensor_names(path)[0] in chosen]
-    layers = {path.removesuffix(".weight"): chosen[tensor_names(path)[0]] for path in weights}
+    if not chosen:
+        return
+    weights = [path for path in parameters if layout.stored_names(path)[0] in chosen]
+    layers = {path.removesuffix(".weight"): chosen[layout.stored_names(path)[0]] for path in weights}
     nn.quantize(module, class_predicate=lambda path, _: dict(layers.get(path, {})))
     for layer in sorted(layers, key=lambda layer: parameters[f"{layer}.weight"].nbytes, reverse=True):
         settings: Any = layers[layer]
@@ -235,19 +245,14 @@ def _requantise(module: nn.Module, parameters: Parameters, chosen: Mapping[str, 
         parameters |= {f"{layer}.{name}": array for name, array in zip(names, packed, strict=True)}
 
 
-def voice_names(parameters: Mapping[str, mx.array]) -> list[str]:
-    """Names of the voices that a checkpoint holds."""
-    return sorted(path.removeprefix(VOICE_PREFIX) for path in parameters if path.startswith(VOICE_PREFIX))
-
-
 def voice(parameters: Mapping[str, mx.array], name: str, config: ModelConfig) -> mx.array:
     """The stored latents (1, P, W) of a voice; InputError lists the names when there is none of this name."""
-    if name not in voice_names(parameters):
-        raise InputError(f"There is no voice {name!r}.", f"Voices: {', '.join(voice_names(parameters))}.")
-    latents = parameters[VOICE_PREFIX + name]
+    if name not in layout.voices(parameters):
+        raise InputError(f"There is no voice {name!r}.", f"Voices: {', '.join(layout.voices(parameters))}.")
+    latents = parameters[layout.VOICE_PREFIX + name]
     expected = (1, config.tts.prompt_frames, config.tts.hidden_size)
     if tuple(latents.shape) != expected:
-        raise CheckpointError(f"{VOICE_PREFIX}{name} has shape {latents.shape}, expected {expected}.")
+        raise CheckpointError(f"{layout.VOICE_PREFIX}{name} has shape {latents.shape}, expected {expected}.")
     return latents
 
 
@@ -268,7 +273,7 @@ def _read(file: Path) -> dict[str, mx.array]:
         raise CheckpointError(f"{file} cannot be read: {error}.") from None
 
 
-def _common_settings(layers: list[str], config: ModelConfig) -> Mapping[str, Any] | None:
+def _common_settings(layers: Sequence[str], config: ModelConfig) -> Mapping[str, Any] | None:
     """How the layers that run as one are quantised; CheckpointError names them when they are not so alike."""
     entries = [config.quantization.get(layer) for layer in layers]
     if any(entry != entries[0] for entry in entries):
@@ -277,28 +282,17 @@ def _common_settings(layers: list[str], config: ModelConfig) -> Mapping[str, Any
     return entries[0]
 
 
-def partners(name: str) -> list[str]:
-    """The tensors that go into the same parameter as `name`, itself among them."""
-    for where, parts, _ in layout.FUSIONS:
-        for part in parts:
-            if where.search(name) and f".{part}." in name:
-                return [name.replace(f".{part}.", f".{other}.") for other in parts]
-    if ".lstm.bias_" in name:
-        return [re.sub(r"bias_[ih]h_l", f"bias_{side}_l", name) for side in ("ih", "hh")]
-    return [name]
-
-
 def _fits(name: str, weights: Mapping[str, mx.array], stored: Mapping[str, Stored], config: ModelConfig) -> bool:
     """Whether a tensor can be assembled: its partners are there (`check` reports those absent) and of one width.
 
     Raises CheckpointError for partners of unlike width or quantisation.
     """
-    parts = partners(name)
+    parts = layout.partners(name)
     if any(partner not in weights for partner in parts):
         return False
     if len(parts) > 1:
         _common_settings([partner.rpartition(".")[0] for partner in parts], config)
-        rows = 0 if ".lstm." in name else 1  # biases are added, rows stacked
+        rows = int(layout.is_stacked(name))  # the others are added whole
         if len({weights[partner].shape[rows:] for partner in parts}) > 1:
             listed = ", ".join(f"{_where(partner, stored)} {weights[partner].shape}" for partner in parts)
             raise CheckpointError(f"Tensors that run as one layer do not fit together: {listed}.")
@@ -312,7 +306,7 @@ def _where(name: str, stored: Mapping[str, Stored | None]) -> str:
 
 def _shape_fault(path: str, expected: tuple[int, ...], actual: Mapping[str, mx.array]) -> str:
     """What a parameter is made of, its shape in MLX's axis order, and the shape that the modules need."""
-    names = tensor_names(path)
+    names = layout.stored_names(path)
     stored: Mapping[str, Stored | None] = actual.stored if isinstance(actual, Parameters) else {}
     made_of = " + ".join(_where(name, stored) for name in names)
     return f"{made_of} is {tuple(actual[path].shape)}, expected {expected}"

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import check_config
 from ..errors import CheckpointError, HubError, InputError
 from . import hub_cache, proxies, transfer
+from .config_file import check_config
 from .hub_cache import BASE_PATTERNS, COMMIT, NEEDED, ORIGINAL_PATTERNS, PATTERNS, REPEAT, matches
 from .shards import SINGLE_FILE
 from .transfer import RemoteFile, sha256

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config import MODEL_TYPE, is_original
 from ..errors import CheckpointError
+from .config_file import MODEL_TYPE, is_original
 from .shards import SINGLE_FILE, verify
 
 PATTERNS = [

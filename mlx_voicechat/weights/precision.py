@@ -7,12 +7,11 @@ What is decided here from the files' headers, `checkpoint.build` does and `memor
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Literal, get_args
 
 from ..errors import InputError
-from .checkpoint import partners
+from . import layout
 from .shards import Stored
 
 Choice = Literal["f32", "q8"]
@@ -23,13 +22,8 @@ SMALLEST = 4096  # weights of a layer; fewer are not worth it
 COMFORTABLE = 0.6  # part of a machine's memory that is taken without being asked to
 LONG_SECONDS = 600  # of conversation, for the need that must fit
 HALF_TYPES = ("BF16", "F16")  # as safetensors names them
+WIDER = ("F32", "F16", "F64")  # than bfloat16; float16 and bfloat16 meet as float32
 PLAIN_TYPES = (*HALF_TYPES, "F32")
-# Linear layers of encoder, TTS backbone, code embedding and MoG head. Not: what the text table is made of (built once,
-# exactly), convolutions, and the 1x1 ones between the strided ones (small, many rows).
-LAYERS = re.compile(
-    r"^(stt_model\.perception\.(?!encoder\.pre_encode\.conv\.|.*\.depthwise_conv\.)"
-    r"|tts_model\.tts_model\.(backbone|mog_head|embed_code|gated_fusion_audio_text\.audio_proj)\.)(.*\.)?weight$"
-)
 
 
 def plan(stored: Mapping[str, Stored], choice: str | None, f32_fits: bool = True) -> Plan:
@@ -43,11 +37,19 @@ def plan(stored: Mapping[str, Stored], choice: str | None, f32_fits: bool = True
         return {}
     types = PLAIN_TYPES if choice == "q8" else HALF_TYPES
     chosen = {}
-    for name in filter(LAYERS.search, stored):
-        parts = [stored[part] for part in partners(name) if part in stored]
+    for name in filter(layout.SPEECH_MATRIX.search, stored):
+        parts = [stored[part] for part in layout.partners(name) if part in stored]
         if all(part.dtype in types for part in parts) and (group_size := _group_size(parts)):
             chosen[name] = {"group_size": group_size, "bits": BITS}
     return chosen
+
+
+def llm_is_float32(stored: Mapping[str, Stored]) -> bool:
+    """Whether the LLM computes in float32 rather than bfloat16: by what is stored, scales and biases among it.
+
+    The published 4-bit and 8-bit checkpoints have float32 scales beside bfloat16 norms (spec: checkpoint.md).
+    """
+    return any(entry.dtype in WIDER and layout.STREAM.match(name) for name, entry in stored.items())
 
 
 def check_choice(choice: str | None) -> None:

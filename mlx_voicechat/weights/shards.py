@@ -28,11 +28,12 @@ _BITS = {
 
 
 class Stored(NamedTuple):
-    """One tensor as its file holds it."""
+    """One tensor as its file holds it: `start` is its first byte there."""
 
     file: str
     shape: tuple[int, ...]
     dtype: str
+    start: int = 0
 
 
 def some_of(names: list[str]) -> str:
@@ -68,7 +69,7 @@ def verify(folder: Path) -> dict[str, Stored]:
     """
     found: dict[str, Stored] = {}
     for name in files(folder):
-        found |= {tensor: Stored(name, *entry) for tensor, entry in header(folder / name).items()}
+        found |= {tensor: Stored(name, *entry) for tensor, entry in places(folder / name).items()}
     if (folder / INDEX_FILE).is_file():
         lost = sorted(
             t for t, file in _weight_map(folder / INDEX_FILE).items() if t not in found or found[t].file != file

@@ -20,10 +20,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from .. import assets
-from ..config import ModelConfig, parse_config
+from ..config import ModelConfig
 from ..errors import InputError
 from ..text import WORD_STARTS, byte_alphabet
-from . import inventory, layout
+from . import layout
+from .config_file import parse_config
 from .shards import INDEX_FILE
 
 Kind = Literal["random", "deep", "full-4bit"]
@@ -40,7 +41,6 @@ SPECIALS = [
     *("<TOOLCALL>", "</TOOLCALL>", "<TOOL_RESPONSE>", "</TOOL_RESPONSE>", "<AVAILABLE_TOOLS>", "</AVAILABLE_TOOLS>"),
     *("<SPECIAL_20>", "<SPECIAL_21>", "<SPECIAL_22>"),
 ]
-QUANTISED = re.compile(r"^stt_model\.(embed_tokens|lm_head|function_head|llm\.layers\.\d+\.mixer\.\w+_proj)\.weight$")
 
 # Mean and deviation of a tensor by name, first match; everything else has deviation gain * fan_in ** -0.5.
 RULES: list[tuple[re.Pattern[str], float, float]] = [
@@ -48,7 +48,7 @@ RULES: list[tuple[re.Pattern[str], float, float]] = [
     (re.compile(r"norm[^.]*\.weight$"), 1.0, 0.1),
     (re.compile(r"\.bias(_[ih]h_l\d+)?$"), 0.0, 0.1),
     (re.compile(r"\.mixer\.D$"), 1.0, 0.1),
-    (re.compile(r"^stt_model\.(embed_tokens|rnnt_decoder\.prediction\.embed)\."), 0.0, 0.5),
+    (re.compile(r"(?<!embed_subword)\.(embed_tokens|prediction\.embed)\."), 0.0, 0.5),
     (re.compile(r"\.pos_bias_[uv]$"), 0.0, 0.25),
     (re.compile(r"(\.gate|\.(cont|special)_emb\.weight|\.null_emb)$"), 0.0, 0.3),
     (re.compile(r"(\.bos_emb$|audio_prompt_latents\.)"), 0.0, 1.0),
@@ -104,8 +104,7 @@ def write(
     config = parse_config(raw)
     tokens = vocabulary(config.llm.vocab_size)
     plan: list[_Planned] = []
-    shapes = inventory.originals(config, voices) if bits else inventory.tensors(config, voices)
-    for name, shape in sorted(shapes.items()):
+    for name, shape in sorted(layout.shapes(config, voices, buffers=bits is not None).items()):
         plan += _plan(name, shape, config, tokens, seed, bits)
     needed, free = sum(tensor.bytes for tensor in plan), shutil.disk_usage(out.parent).free
     if needed > free:
@@ -141,9 +140,9 @@ def _plan(
     def rng(tensor: str) -> np.random.Generator:
         return np.random.default_rng([seed, zlib.crc32(tensor.encode())])
 
-    if inventory.is_integer(name):
+    if layout.is_integer(name):
         yield _Planned(name, "I32", shape, lambda: _integers(name, config, tokens, rng(name)))
-    elif bits and QUANTISED.search(name):
+    elif bits and layout.LANGUAGE_MATRIX.search(name):
         yield from _plan_quantised(name.removesuffix(".weight"), shape, bits, rng)
     else:
         narrow = bits and not name.endswith(".A_log")
@@ -209,7 +208,7 @@ def _floats(
         steps = np.exp(rng(name).uniform(math.log(1e-3), math.log(0.1), count))
         values = steps + np.log(-np.expm1(-steps))  # inverse of softplus
     elif name.endswith(".rvq_embs"):  # the codec's own codebooks, as in the released model
-        books = [f"tts_model.audio_codec.prvq.mus_list.{q}" for q in range(shape[0])]
+        books = [layout.CODEBOOK.format(q) for q in range(shape[0])]
         return np.concatenate([_floats(book, shape[1:], config, rng) for book in books])
     elif ".prvq.mus_list." in name:
         scale = CODEBOOK_SCALE * CODEBOOK_DECAY ** int(name.rsplit(".", 1)[1])

@@ -22,7 +22,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError
-from ..networks.linear import numpy_products
+from ..networks.linear import product_of_many_rows
 from .shards import header
 
 if TYPE_CHECKING:
@@ -46,19 +46,15 @@ def kept(
     char_ids: Sequence[Sequence[int]],
     folder: Path,
     say: Callable[[str], None],
-) -> Callable[[Build], mx.array]:
-    """What `EarTts.prepare` takes as `text_rows`: the table of a model in `folder`, built once and read ever after.
+) -> mx.array:
+    """The table of a model in `folder`, built once and read ever after; `tts` has its weights.
 
     `char_ids`: the characters of ids 0 .. V-1. A table that is built quickly is never written.
     """
-
-    def rows(build: Build) -> mx.array:
-        if sum(map(len, char_ids)) < LONG_CHARACTERS and not (folder / OWN_FILE).is_file():
-            return build()
-        identity, shape = fingerprint_of(tts, config, char_ids)
-        return cached(lambda: fast(tts, build), identity, shape, folder, say)
-
-    return rows
+    if sum(map(len, char_ids)) < LONG_CHARACTERS and not (folder / OWN_FILE).is_file():
+        return tts.text_rows(char_ids)
+    identity, shape = fingerprint_of(tts, config, char_ids)
+    return cached(lambda: tts.text_rows(char_ids, product_of_many_rows()), identity, shape, folder, say)
 
 
 def fingerprint_of(
@@ -70,12 +66,6 @@ def fingerprint_of(
     inputs |= {"gate": fusion.gate, "scale": fusion.residual_scale}
     weights: Any = tree_flatten(inputs, destination={})
     return fingerprint(weights, char_ids, config), (len(char_ids), fusion.gate.shape[0])
-
-
-def fast(tts: EarTts, build: Build) -> mx.array:
-    """What `build` gives, with numpy's products where MLX's are slow."""
-    with numpy_products(tts.embed_subword), numpy_products(tts.gated_fusion_audio_text):
-        return build()
 
 
 def facts(fingerprint: str) -> dict[str, str]:

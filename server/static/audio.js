@@ -6,8 +6,8 @@ import { INPUT_FRAME_SAMPLES, INPUT_RATE_HZ, OUTPUT_RATE_HZ } from "./protocol.j
 export class NoFiles extends Error {}
 
 /**
- * Handlers: `onFrame({ frame, peak })` with every 80 ms heard; `onReport({ speaking, seconds, target, starved })` often;
- * `onMicrophoneGone()` when it is unplugged.
+ * Handlers: `onFrame({ frame, peak, heard })` with every 80 ms: what is to be sent, its peak, and the peak of all that
+ * was heard; `onReport({ speaking, seconds, target, starved })` often; `onMicrophoneGone()` when it is unplugged.
  */
 export class Audio {
   /** Call it from a click, or the browser keeps the sound off. Rejects as getUserMedia does. */
@@ -33,7 +33,8 @@ export class Audio {
     this.stream.getAudioTracks()[0].onended = onMicrophoneGone;
     const { context } = this;
     await Promise.all(["capture-worklet.js", "playback-worklet.js"].map((name) => addModule(context, name)));
-    const capture = this.node("capture", { rateHz: INPUT_RATE_HZ, frameSamples: INPUT_FRAME_SAMPLES }, 1);
+    const delayMs = Math.round(1000 * (context.baseLatency + (context.outputLatency || 0)));
+    const capture = this.node("capture", { rateHz: INPUT_RATE_HZ, frameSamples: INPUT_FRAME_SAMPLES, delayMs }, 1);
     capture.port.onmessage = ({ data }) => onFrame(data);
     this.playback = this.node("playback", { rateHz: OUTPUT_RATE_HZ }, 0);
     this.playback.port.onmessage = ({ data }) => onReport(data);

@@ -1,5 +1,6 @@
 // On the audio thread: the assistant's frames -> the loudspeaker, on the audio clock, through the jitter buffer.
 
+import { farSide } from "./echo-gate.js";
 import { JitterBuffer, peak } from "./jitter.js";
 import { Resampler } from "./resampler.js";
 
@@ -29,6 +30,7 @@ class Playback extends AudioWorkletProcessor {
 
   process(_, [[output]]) {
     this.buffer.pull(output);
+    farSide.add(output);
     this.quietSamples = peak(output) > SPEAKING_PEAK ? 0 : this.quietSamples + output.length;
     this.sinceReport += output.length;
     if (this.sinceReport >= REPORT_SECONDS * sampleRate) this.report();

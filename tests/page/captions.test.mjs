@@ -56,3 +56,17 @@ test("the text file names the model, the prompt, the seed and the time of each t
   const heading = "Conversation of today with tiny\nSystem prompt: (the model's own)\nSeed: 7\n";
   assert.equal(text, `${heading}\n[00:00.4] user: Hello.\n[01:04.0] assistant: Hi.\n`);
 });
+
+test("a tool's call and its result are one line, which divides nobody's turn", () => {
+  const captions = new Captions();
+  captions.take(said(0, "Wait", "Wait"));
+  const call = { type: "tool.call", frame_index: 5, call_id: "call_1", name: "f", arguments: { a: 1, b: "x" } };
+  captions.take(call);
+  captions.take(said(30, " for it", "Wait for it"));
+  const turn = captions.take({ type: "tool.result", frame_index: 40, call_id: "call_1", result: "rain" });
+  assert.equal(turn.text, 'f(a=1, b="x") → rain');
+  captions.take({ type: "tool.failed", frame_index: 41, call_id: "call_2", reason: "unknown_tool", raw: "g()" });
+  captions.take({ type: "tool.result", frame_index: 42, call_id: "call_2", result: "{}" });
+  const lines = ["assistant: Wait for it", 'tool: f(a=1, b="x") → rain', "tool: g() failed (unknown tool) → {}"];
+  assert.deepEqual(brief(captions), lines);
+});

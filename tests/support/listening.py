@@ -9,9 +9,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map_with_path
 
-from mlx_voicechat.config import LlmConfig, ModelConfig, RnntConfig, read_config
+from mlx_voicechat.config import LlmConfig, ModelConfig, RnntConfig
 from mlx_voicechat.networks.duplex_lm import DuplexLm
 from mlx_voicechat.networks.rnnt import Joint, PredictionNet
+from mlx_voicechat.weights.config_file import read_config
 from mlx_voicechat.weights.layout import assemble
 
 from .checkpoints import GOLDEN, tensors_of

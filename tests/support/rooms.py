@@ -21,18 +21,18 @@ class Room:
     reverberation_ms: float
     seed: int
 
-    def response(self) -> np.ndarray:
-        """Impulse response (S,) at 16 kHz, of energy loudness squared."""
+    def response(self, rate_hz: int = RATE_HZ) -> np.ndarray:
+        """Impulse response (S,), of energy loudness squared."""
         random = np.random.default_rng(self.seed)
-        start, length = (round(ms * RATE_HZ / 1000) for ms in (self.path_ms, self.reverberation_ms))
+        start, length = (round(ms * rate_hz / 1000) for ms in (self.path_ms, self.reverberation_ms))
         tail = random.normal(size=length) * 10 ** (-3 * np.arange(length) / length)
         response = np.zeros(start + length)
         response[start:] = tail / np.sqrt(2 * np.sum(tail**2))
         response[start] += np.sqrt(0.5)
         return (self.loudness * response / np.sqrt(np.sum(response**2))).astype(np.float32)
 
-    def echo(self) -> Echo:
-        return Echo(self.response())
+    def echo(self, rate_hz: int = RATE_HZ) -> Echo:
+        return Echo(self.response(rate_hz))
 
 
 class Echo:

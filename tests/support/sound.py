@@ -37,6 +37,7 @@ def device(index: int, name: str, inputs: int = 0, outputs: int = 0, rate_hz: fl
 class Sound:
     """What `import sounddevice` gives. `hears` (S,) is what the microphone brings, then zeros; `played` what is heard.
 
+    `room` (S,) -> (S,) is what of a played block comes back to the microphone, which hears it a block later.
     `takes` tells whether a device takes (rate, channels). The clock runs `speed` times as fast as real time.
     """
 
@@ -48,10 +49,13 @@ class Sound:
     speed: float = 10.0
     opening: str = ""  # why a stream cannot be opened
     unplugged_after: float | None = None  # seconds of sound until the microphone stops
+    loudspeaker_gone_after: float | None = None  # the same of the loudspeaker
     flags: dict[str, bool] = field(default_factory=dict)
     default_devices: tuple[int, int] = (0, 1)
     streams: list[Stream] = field(default_factory=list)
     heard: list[np.ndarray] = field(default_factory=list)
+    room: Callable[[np.ndarray], np.ndarray] | None = None
+    returned: list[np.ndarray] = field(default_factory=list)
 
     PortAudioError = PortAudioError
     __version__ = "0.5.0"
@@ -116,8 +120,18 @@ class Stream:
         self._ending.set()
         self._thread.join()
 
+    def _returned(self, tick: int) -> np.ndarray:
+        """What the loudspeaker gave to the room a block earlier; both have one clock, however late a thread is."""
+        loudspeaker = self._sound.streams[0]
+        late = round((self._started - loudspeaker._started) * self._sound.speed / TICK_SECONDS)
+        while len(self._sound.returned) < tick + late and loudspeaker.active:
+            time.sleep(0.001)
+        there = 0 < tick + late <= len(self._sound.returned)
+        return self._sound.returned[tick + late - 1] if there else np.zeros(1, np.float32)
+
     def _run(self) -> None:
         frames, started = round(TICK_SECONDS * self.rate_hz), time.monotonic()
+        self._started = started
         flags = SimpleNamespace(**({"input_overflow": False, "output_underflow": False} | self._sound.flags))
         tick = 0
         while not self._ending.wait(max(0.0, started + tick * TICK_SECONDS / self._sound.speed - time.monotonic())):
@@ -125,12 +139,19 @@ class Stream:
             if self._kind == "input":
                 part = self._sound.hears[tick * frames : (tick + 1) * frames]
                 block[: len(part)] = part[:, None]
+                if self._sound.room:
+                    block += self._returned(tick)[:, None]
                 self._callback(block, frames, None, flags)
                 if self._sound.unplugged_after is not None and tick * TICK_SECONDS >= self._sound.unplugged_after:
                     return
             else:
                 self._callback(block, frames, None, flags)
                 self._sound.heard.append(block)
+                if self._sound.room:
+                    self._sound.returned.append(self._sound.room(block[:, 0]))
+                gone = self._sound.loudspeaker_gone_after
+                if gone is not None and tick * TICK_SECONDS >= gone:
+                    return
             tick += 1
 
 

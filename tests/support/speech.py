@@ -8,8 +8,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
-from mlx_voicechat.config import CharacterEncoderConfig, ModelConfig, MogConfig, TtsConfig, read_config
+from mlx_voicechat.config import CharacterEncoderConfig, ModelConfig, MogConfig, TtsConfig
 from mlx_voicechat.networks.ear_tts import EarTts
+from mlx_voicechat.weights.config_file import read_config
 from mlx_voicechat.weights.layout import assemble
 
 from .checkpoints import GOLDEN
@@ -83,7 +84,8 @@ def golden_tts() -> EarTts:
     tts = EarTts(config.tts, config.llm.vocab_size)
     weights = golden_weights()
     tts.load_weights([(k.removeprefix(PREFIX), v) for k, v in weights.items() if k.startswith(PREFIX)], strict=True)
-    tts.prepare(golden_characters(), weights["tts_model.codec_silence_tokens"], config.pad_id, config.eos_id)
+    tts.prepare(weights["tts_model.codec_silence_tokens"], config.pad_id, config.eos_id)
+    tts.use_text_rows(tts.text_rows(golden_characters()))
     return tts
 
 
@@ -105,7 +107,8 @@ def prepare(tts: EarTts, config: TtsConfig) -> EarTts:
     """Prepare a random TTS with a made-up vocabulary, some tokens without characters."""
     size = config.characters.char_vocab_size
     characters = [[(token * 5 + i) % size for i in range(token % 4)] for token in range(VOCABULARY)]
-    tts.prepare(characters, mx.arange(config.num_quantizers) % config.codebook_size, PAD, EOS)
+    tts.prepare(mx.arange(config.num_quantizers) % config.codebook_size, PAD, EOS)
+    tts.use_text_rows(tts.text_rows(characters))
     return tts
 
 
