@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
 from ..config import MelConfig
+
+
+def _filter_bank() -> Callable[..., Any]:
+    """librosa's `mel`. What librosa compiles needs a place to be kept: a temporary one where packages and home are
+    read-only."""
+    try:
+        from librosa.filters import mel
+    except RuntimeError as fault:
+        if "cannot cache" not in str(fault):
+            raise
+        import numba
+
+        numba.config.CACHE_DIR = tempfile.mkdtemp(prefix="mlx-voicechat-numba-")
+        atexit.register(shutil.rmtree, numba.config.CACHE_DIR, ignore_errors=True)
+        from librosa.filters import mel
+    return mel  # type: ignore[no-any-return]
 
 
 class LogMel:
@@ -24,8 +46,7 @@ class LogMel:
 
     def prepare(self) -> None:
         """Build window, filter bank (F, n_fft // 2 + 1) and guard; imports librosa, which takes a while."""
-        from librosa.filters import mel
-
+        mel = _filter_bank()
         c = self.config
         window = np.zeros(c.n_fft, np.float32)
         start = (c.n_fft - c.window_samples) // 2
