@@ -77,7 +77,7 @@ def main() -> None:
     first_resident = first_caches = 0
 
     def caches() -> int:
-        state = session._state
+        state = session.state
         return sum(cache.nbytes for cache in (*state.tts.caches, *state.language.caches))
 
     for index in range(arguments.frames):

@@ -21,8 +21,14 @@ from .loading import open_model
 from .options import (
     DEFAULT_MODEL,
     KeyValueCache,
+    Mcp,
+    McpConfig,
+    McpTools,
     Model,
+    OnHold,
     SpeechWeights,
+    ToolCommand,
+    ToolsFile,
     Voice,
     extra_seconds,
     not_negative,
@@ -35,6 +41,8 @@ from .render import LiveText, Output, Progress, complain, note
 if TYPE_CHECKING:
     from mlx_voicechat import Event, Session
     from mlx_voicechat.voicechat import VoiceChat
+
+    from .tool_sources import ToolOptions
 
 COMPILE_WORTH_SECONDS = 120.0  # on a CPU the first compilation takes tens of seconds, a frame then 0.6 of the time
 
@@ -85,6 +93,12 @@ def generate(
     ] = None,
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
+    tools: ToolsFile = None,
+    tool_command: ToolCommand = None,
+    mcp: Mcp = None,
+    mcp_config: McpConfig = None,
+    mcp_tools: McpTools = None,
+    on_hold: OnHold = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not text.")] = False,
     both_sides: Annotated[Path | None, Option(metavar="FILE", help="Stereo WAV: user left, assistant right.")] = None,
     events: Annotated[Path | None, Option(metavar="FILE", help="Every event with its times, JSON lines.")] = None,
@@ -106,6 +120,10 @@ def generate(
         note("-n is ignored: the output is as long as the recording and the silence after it.")
     targets = Targets(output_audio, both_sides, events, profile_json, frames_file() if profile else None)
     targets.check(audio)
+
+    from .tool_sources import ToolOptions
+
+    wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
     options = {
         "system_prompt": prompt,
         "seed": seed,
@@ -119,7 +137,7 @@ def generate(
         worth_it = True if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS else compiled
         return open_model(model, worth_it, speech_weights, kv_cache)
 
-    _answer(_Asked(audio, max_seconds, extra_decoding_seconds, stream, as_json, targets, load, options))
+    _answer(_Asked(audio, max_seconds, extra_decoding_seconds, stream, as_json, targets, load, options, wanted))
 
 
 def _refuse(options: Mapping[str, Any], why: str) -> None:
@@ -140,24 +158,30 @@ class _Asked(NamedTuple):
     targets: Targets
     load: Callable[[float], VoiceChat]
     options: dict[str, Any]
+    tools: ToolOptions
 
 
 def _answer(asked: _Asked) -> None:
     from mlx_voicechat.sound.recordings import AudioReader
 
+    from .tool_sources import ToolSources
+
     output = Output()
     live, offline = asked.stream and not asked.as_json, io.StringIO()
-    text = LiveText(output.write if live else offline.write)
+    text = LiveText(output.write if live else offline.write, tools=bool(asked.tools))
+    calls: list[dict[str, Any]] = []
     last: Event | None = None
     with contextlib.ExitStack() as files:
         recording = files.enter_context(AudioReader(asked.audio, max_seconds=asked.max_seconds))
         if recording.note:
             note(recording.note)
         total_seconds = recording.seconds + asked.extra_seconds
-        loaded = asked.load(total_seconds)
+        sources = files.enter_context(ToolSources(asked.tools, note))
+        loaded = sources.fit_to(asked.load(total_seconds))
         from mlx_voicechat.model import BLOCK_FRAMES  # only now: it imports MLX
 
-        config, session = loaded.config, loaded.session(**asked.options)
+        config = loaded.config
+        session = loaded.session(**asked.options, tools=sources.tools, wait_for_tools=True)
         if session.profile and wants_parts():
             from mlx_voicechat.gauges.parts import timed
 
@@ -173,17 +197,23 @@ def _answer(asked: _Asked) -> None:
             outputs.take(last)
             progress.take(last)
             text.take(last)
+            _note_call(last, calls)
             if output.closed and not asked.targets:
                 return  # nobody reads on, and nothing is to be written
         if session.frames == 0:
             _fail_if_cut_short(session, last)  # and leave existing files as they are
         outputs.finish()
         summary = _write_profile(session, asked.targets, files)
-    text.close()
-    output.write(json.dumps(_result(session)) + "\n" if asked.as_json else offline.getvalue())
+        text.close()  # before the files are put in place, which may fail
+        result = {**({"calls": calls} if asked.tools else {}), **_result(session)}
+        output.write(json.dumps(result) + "\n" if asked.as_json else offline.getvalue())
+    if outputs.fault:
+        raise outputs.fault
     if summary:
         complain(summary)
     _fail_if_cut_short(session, last)
+    if recording.hint and not session.transcript:
+        note(recording.hint)
     _note_what_is_missing(session, asked.extra_seconds)
 
 
@@ -208,8 +238,23 @@ def _note_what_is_missing(session: Session, extra_seconds: float) -> None:
         note(f"the assistant heard this and did not answer: if it had no time to, {remedy}")
 
 
+def _note_call(event: Event, calls: list[dict[str, Any]]) -> None:
+    """Add a tool's call, or what became of it, to those that `--json` prints."""
+    from mlx_voicechat.events import FunctionApplied, FunctionCall, FunctionFailed
+
+    if isinstance(event, FunctionCall):
+        calls.append({"call_id": event.call_id, "name": event.name, "arguments": dict(event.arguments)})
+    elif isinstance(event, FunctionFailed):
+        calls.append({"call_id": event.call_id, "failed": event.reason.value, "raw": event.raw})
+    elif isinstance(event, FunctionApplied):
+        results = dict(zip(event.call_ids, event.results, strict=True))
+        for call in calls:
+            if call["call_id"] in results:
+                call["result"] = results[call["call_id"]]
+
+
 def _result(session: Session) -> dict[str, str | int | float]:
-    """What `--json` prints."""
+    """What `--json` prints, besides the calls where there are tools."""
     return {
         "transcript": session.transcript,
         "text": session.text,

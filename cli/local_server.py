@@ -17,6 +17,7 @@ from .render import note
 from .serve import NOISY, SWITCH_SECONDS
 
 if TYPE_CHECKING:
+    from mlx_voicechat.tools import Tool
     from mlx_voicechat.voicechat import VoiceChat
 
 JOIN_SECONDS = 5.0  # for a server to end; it takes two at most
@@ -39,7 +40,13 @@ class LocalServer:
         return self
 
     def start(
-        self, model: str, load: Callable[[], VoiceChat], voice: str | None, max_audio_seconds: float
+        self,
+        model: str,
+        load: Callable[[], VoiceChat],
+        voice: str | None,
+        max_audio_seconds: float,
+        tools: tuple[Tool, ...] = (),
+        wait_for_tools: bool = False,
     ) -> tuple[str, str]:
         """Serve what `load` gives; returns address and key once it is warm. Raises what loading raises."""
         import secrets
@@ -54,7 +61,14 @@ class LocalServer:
         for name in (*NOISY, "mlx_voicechat.server"):
             logging.getLogger(name).setLevel(logging.ERROR)
         key = secrets.token_urlsafe(32)  # nobody else on this machine takes the one slot
-        settings = ServerSettings(model=model, api_key=key, voice=voice, max_audio_seconds=max_audio_seconds)
+        settings = ServerSettings(
+            model=model,
+            api_key=key,
+            voice=voice,
+            max_audio_seconds=max_audio_seconds,
+            tools=tools,
+            wait_for_tools=wait_for_tools,
+        )
         self._listeners = listen(settings.host, 0)
         self._engine = Engine(load, settings)
         self._server = Server(create_app(self._engine, settings), settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +33,23 @@ Compiled = Annotated[
 ]
 Voice = Annotated[str | None, Option(metavar="NAME", help="One of the model's voices, if it has several.")]
 KeyValueCache = Annotated[str, Option(metavar="f32|bf16", help="How the speech generator's keys and values are held.")]
+
+ToolsFile = Annotated[
+    Path | None, Option("--tools", metavar="FILE", help="What the model may call: a JSON list, run by --tool-command.")
+]
+ToolCommand = Annotated[
+    str | None, Option(metavar="PROGRAM", help="Run once a call: JSON on its stdin, the result on its stdout.")
+]
+Mcp = Annotated[
+    list[str] | None,
+    Option(
+        metavar="COMMAND", show_default=False, help="Start an MCP server, and let the model call its tools; repeat."
+    ),
+]
+McpConfig = Annotated[Path | None, Option(metavar="FILE", help="MCP servers, in the usual mcpServers form.")]
+McpTools = Annotated[str | None, Option(metavar="NAME,NAME", help="Of theirs only these; the first five if absent.")]
+OnHold = Annotated[str | None, Option(metavar="TEXT", help="Said while a tool takes longer than 0.8 s.")]
+TOOL_OPTIONS = ("tools", "tool_command", "mcp", "mcp_config", "mcp_tools", "on_hold")  # as ToolOptions takes them
 
 
 def positive_seconds(value: float | None) -> float | None:

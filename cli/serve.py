@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import os
 import re
+import socket
 import ssl
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +22,21 @@ from mlx_voicechat.server.settings import PROTOCOLS, TURNS, ServerSettings
 
 from .endings import Ended
 from .loading import open_model
-from .options import DEFAULT_MODEL, Compiled, KeyValueCache, Model, SpeechWeights, Voice, setting
+from .options import (
+    DEFAULT_MODEL,
+    Compiled,
+    KeyValueCache,
+    Mcp,
+    McpConfig,
+    McpTools,
+    Model,
+    OnHold,
+    SpeechWeights,
+    ToolCommand,
+    ToolsFile,
+    Voice,
+    setting,
+)
 from .render import complain, note
 
 if TYPE_CHECKING:
@@ -58,6 +76,12 @@ def serve(
     speech_weights: SpeechWeights = None,
     kv_cache: KeyValueCache = "f32",
     compiled: Compiled = None,
+    tools: ToolsFile = None,
+    tool_command: ToolCommand = None,
+    mcp: Mcp = None,
+    mcp_config: McpConfig = None,
+    mcp_tools: McpTools = None,
+    on_hold: OnHold = None,
     log_level: Annotated[str, Option(metavar="|".join(LEVELS), help="How much is said on stderr.")] = "info",
 ) -> None:
     """Serve the model live at /v1/realtime, one WebSocket a conversation.
@@ -74,12 +98,9 @@ def serve(
     if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
         raise InputError("--api-key must be printable and without spaces.")
 
-    from mlx_voicechat.server.access import is_loopback, unsendable
-    from mlx_voicechat.server.app import create_app
-    from mlx_voicechat.server.dialects import REALTIME
-    from mlx_voicechat.server.engine import Engine
     from mlx_voicechat.server.listening import listen
-    from mlx_voicechat.server.sockets import Server
+
+    from .tool_sources import ToolOptions, ToolSources
 
     prefix = api_prefix.strip("/")
     if not PREFIX.fullmatch(prefix):
@@ -110,26 +131,47 @@ def serve(
         instructions=instructions,
         function_timeout=function_timeout,
     )
+    wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
     _log(log_level)
-    listeners = listen(host, port)
+    with contextlib.ExitStack() as opened:
+        listeners = [opened.enter_context(listener) for listener in listen(host, port)]
+        _note_risks(settings)
+        sources = opened.enter_context(ToolSources(wanted, note))
+        settings = dataclasses.replace(settings, tools=sources.tools)
+        ended_by, running = _run(
+            settings, listeners, lambda: sources.fit_to(open_model(model, compiled, speech_weights, kv_cache))
+        )
+    _leave(ended_by, running)
+
+
+def _note_risks(settings: ServerSettings) -> None:
+    from mlx_voicechat.server.access import is_loopback, unsendable
+
+    host, api_key = settings.host, settings.api_key
     if api_key is None and not is_loopback(host):
         note(
             f"{host} can be reached from other machines and there is no --api-key: anyone there can talk to the model."
         )
-
     if api_key is not None and (letters := unsendable(api_key)):
         note(f"pages cannot send this --api-key, for no browser sends {letters} with a WebSocket; programs can.")
 
-    def load() -> VoiceChat:
-        return open_model(model, compiled, speech_weights, kv_cache)
+
+def _run(
+    settings: ServerSettings, listeners: list[socket.socket], load: Callable[[], VoiceChat]
+) -> tuple[int | None, bool]:
+    """Serve to the end; the signal that ended it, and whether the engine is still at work. Raises what loading does."""
+    from mlx_voicechat.server.app import create_app
+    from mlx_voicechat.server.dialects import REALTIME
+    from mlx_voicechat.server.engine import Engine
+    from mlx_voicechat.server.sockets import Server
 
     def announce() -> None:
         if engine.failure is not None:
             server.should_exit = True
         if server.should_exit:  # a signal came while the model loaded: nobody can connect any more
             return
-        scheme = "wss" if ssl_certfile else "ws"
-        shown = f"[{host}]" if ":" in host else host
+        scheme = "wss" if settings.ssl_certfile else "ws"
+        shown = f"[{settings.host}]" if ":" in settings.host else settings.host
         complain(f"ready: {scheme}://{shown}:{listeners[0].getsockname()[1]}{settings.api_prefix}{REALTIME}")
 
     engine = Engine(load, settings, announce)
@@ -139,7 +181,7 @@ def serve(
         server.run(sockets=listeners)
     if engine.failure is not None:
         raise engine.failure
-    _leave(server.ended_by, engine.running)
+    return server.ended_by, engine.running
 
 
 def _leave(ended_by: int | None, running: bool) -> None:

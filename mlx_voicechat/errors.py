@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class VoiceChatError(Exception):
     """Base of all errors that are the user's to fix.
@@ -80,3 +82,19 @@ class DeviceError(VoiceChatError):
 
     code = "device_error"
     exit_code = 1
+
+
+class ToolError(VoiceChatError):
+    """A tool that could not be called, failed, or gave nothing of use; the message is also the model's."""
+
+    code = "tool_error"
+    exit_code = 1
+
+
+def brief(value: Any) -> str:
+    """`value` in a message; Python refuses to print integers of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "too long a number"
+    return text if len(text) <= 50 else f"{text[:50]}..."

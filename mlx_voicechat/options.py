@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from .errors import InputError
+from .errors import InputError, brief
 
 if TYPE_CHECKING:
     from .tools import Tool
@@ -66,6 +66,7 @@ class SessionOptions:
     tool_timeout: float = option(30.0, "seconds until a call without a result fails")
     tool_key_order: str = option("given", "order of the keys of a tool's JSON in the prompt", ("given", "sorted"))
     prompt_copies: int = option(1, "how often the system prompt stands before the conversation", (1, 2))
+    drop_strays: bool = option(False, "in the agent's turn, let nothing but a call onto the function channel")
     wait_for_tools: bool = option(False, "wait for a call's function before the next frame: for files")
     turns: str = option("model", "who opens and ends the assistant's turns", ("model", "application"))
     turn_events: bool = option(False, "tell the turns of a model that owns them, too")
@@ -103,21 +104,12 @@ def check_seed(seed: Any) -> None:
         raise InputError(f"seed is {brief(seed)}, expected an integer of at least 0.")
 
 
-def brief(value: Any) -> str:
-    """`value` in a message; Python refuses to print integers of thousands of digits."""
-    try:
-        text = repr(value)
-    except ValueError:
-        return "too long a number"
-    return text if len(text) <= 50 else f"{text[:50]}..."
-
-
 def _check_choices(options: Any) -> None:
     for each in fields(options):
         choices, value = each.metadata["choices"], getattr(options, each.name)
         if choices and value not in choices:
-            named = ", ".join(str(choice) for choice in choices if choice is not None)
-            raise InputError(f"{each.name} is {brief(value)}, expected one of: {named}.")
+            named = " or ".join(str(choice) for choice in choices if choice is not None)
+            raise InputError(f"{each.name} is {brief(value)}, expected {named}.")
 
 
 def _check_unicode(prompt: str) -> None:

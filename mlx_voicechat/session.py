@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from .errors import InputError, LimitError, SessionClosedError, VoiceChatError
+from .errors import InputError, LimitError, SessionClosedError, VoiceChatError, brief
 from .events import (
     AudioFrame,
     Cancelled,
@@ -30,15 +30,16 @@ from .frame import (
     Frame,
     FrameRequest,
     Heard,
+    Hearing,
     Override,
+    Piece,
     PositionsRequest,
     Request,
     SpeechRequest,
 )
 from .gauges.profile import Profile
 from .noise import draws_from
-from .options import SessionOptions, brief
-from .sound.hearing import Hearing, Piece
+from .options import SessionOptions
 from .sound.samples import dbfs
 from .text import Captions
 from .tools.channel import Channel
@@ -271,8 +272,8 @@ class Session:
     def interrupt(self) -> None:
         """EOS at the next frame; a tool call is dropped."""
         self._require_open()
+        self._turns.interrupt(self.in_cycle)
         self._undelivered.extend(self._channel.drop(self.frames - 1))
-        self._turns.interrupt()
 
     # -- requests and outcomes -----------------------------------------------------------------------------------
 
@@ -298,7 +299,8 @@ class Session:
         channel = self._channel
         if channel.between_frames:
             ids = channel.run_ids or tuple(self._forcing.functions)[:1]
-            return PositionsRequest(ids, self.model.between(self.options.tool_audio))
+            audio = self.model.between(self.options.tool_audio)
+            return PositionsRequest(ids, audio, channel.cycle.opens(len(ids)))
         if not self._frame_waits:
             return None
         zero = self._turns.zero_frame(self._hearing.waits_in_turn)
@@ -318,7 +320,8 @@ class Session:
 
     def _override(self) -> Override:
         """What replaces the model's own choice in the next frame: turns first, then a tool cycle, then `force`."""
-        turns, cycle = self._turns.forced(self.in_cycle), self._channel.forced()
+        turns = self._turns.forced(self.in_cycle)
+        cycle = self._channel.forced(in_turn=self.turn == Phase.AGENT)
 
         def first(*ids: int | None) -> int:
             return next((token for token in ids if token is not None), NO_FORCE)

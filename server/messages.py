@@ -42,8 +42,9 @@ class Pace:
 class Open:
     """Open the session; its seconds are at most `max_seconds`. A session that is open already is opened anew.
 
-    Without `pace` the audio alone is its time, and no turn is told. `turns`: who owns them. A tool with a callable
-    runs here, any other at the client. `history`: a line for each turn so far, which the prompt ends with.
+    Without `pace` the audio alone is its time, and a model's turn is not told. `turns`: who owns them. A tool with a
+    callable runs here, with `wait_for_tools` before the next frame; any other at the client. `history`: a line for each
+    turn so far, which the prompt ends with.
     """
 
     system_prompt: str | None
@@ -53,7 +54,13 @@ class Open:
     turns: Owner = "model"
     pace: Pace | None = None
     history: tuple[str, ...] = ()
+    wait_for_tools: bool = False
     tool_timeout: float = 30.0  # seconds
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the session may have to do what needs no audio: settle, or take a tool's result."""
+        return self.pace is not None or bool(self.tools) or self.turns == "application"
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,7 @@ class Speech:
     samples: bytes
     codes: tuple[int, ...]
     cancelled: bool = False  # of a turn that is being driven to its end
+    unheard: bool = False  # no audio was there: the model heard silence in its place
     seconds: float = 0.0  # that the model took
 
 

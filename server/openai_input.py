@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class Ear:
         self.waiting_samples = 0
         self._hear, self._tell = hear, tell
         self._waiting: deque[np.ndarray | Work] = deque()
+        self._unheard_ms = 0
         self._filled = asyncio.Event()
 
     def audio(self, samples: np.ndarray) -> None:
@@ -43,6 +45,11 @@ class Ear:
             self.waiting_samples += len(piece)
             self._put(piece)
 
+    def silence(self, samples: int) -> None:
+        """The client is silent: an utterance that is under way ends by that, too."""
+        if self.detector is not None and self.detector.speaking and not self._waiting:
+            self.behind(partial(self._look, np.zeros(samples, np.float32), True))
+
     def behind(self, work: Work) -> None:
         """Do something when all audio so far was heard."""
         self._put(work)
@@ -51,6 +58,11 @@ class Ear:
         """Drop the audio that waits."""
         self._waiting = deque(one for one in self._waiting if not isinstance(one, np.ndarray))
         self.waiting_samples = 0
+
+    @property
+    def heard_ms(self) -> int:
+        """How much of the client's audio the detector has heard."""
+        return 0 if self.detector is None else max(0, round(self.detector.heard_ms) - self._unheard_ms)
 
     def forget(self) -> None:
         """What the detector hears now is no utterance any more; another may begin at once."""
@@ -74,11 +86,18 @@ class Ear:
         self._filled.set()
 
     async def _listen(self, piece: np.ndarray) -> None:
-        if self.detector is not None:
-            for activity in await detect(self.detector, piece):
-                self._tell(activity)
+        await self._look(piece, False)
         self.waiting_samples = max(0, self.waiting_samples - len(piece))
         self._hear(piece.tobytes())
+
+    async def _look(self, piece: np.ndarray, unheard: bool) -> None:
+        """Let the detector hear; its times are those of the client's audio alone."""
+        if self.detector is None:
+            return
+        if unheard:
+            self._unheard_ms += round(len(piece) * 1000 / RATE_HZ)
+        for activity in await detect(self.detector, piece):
+            self._tell(replace(activity, at_ms=max(0, activity.at_ms - self._unheard_ms)))
 
 
 @dataclass

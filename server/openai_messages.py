@@ -31,6 +31,8 @@ def take(session: OpenAISession, handlers: Mapping[str, Handler], frame: Mapping
     try:
         message = parsed(frame)
         event_id = client_event_id(message)
+        if not session.is_new(message):
+            return
         kind = message.get("type")
         handler = handlers.get(kind) if isinstance(kind, str) else None
         if handler is None:
@@ -106,7 +108,7 @@ def committed(session: OpenAISession) -> None:
         utterances.complete()
     if detector is not None and utterances.current is not None and utterances.current.started_ms is not None:
         session.ear.forget()
-        utterances.stop(round(detector.heard_ms))
+        utterances.stop(session.ear.heard_ms)
         return
     utterances.seal(seconds)
     session.put(messages.Quiet())
@@ -247,6 +249,7 @@ async def asked(session: OpenAISession, metadata: dict[str, Any] | None) -> None
     try:
         await session.ask(metadata)
     except VoiceChatError as fault:
+        session.turn_due = False
         raise Wrong("typed_voice_failed", str(fault)) from None
 
 

@@ -31,9 +31,9 @@ def opening(
     if request.history:
         prompt = model.config.default_system_prompt if request.system_prompt is None else request.system_prompt
         options["system_prompt"] = prompt_with(prompt, request.history, model.tokenizer)
-    if request.pace is not None:
-        options |= {"tools": _tools(request.tools), "turns": request.turns, "turn_events": True}
-        options["tool_timeout"] = request.tool_timeout
+    if request.stepped:
+        options |= {"tools": _tools(request.tools), "turns": request.turns, "turn_events": request.pace is not None}
+        options |= {"wait_for_tools": request.wait_for_tools, "tool_timeout": request.tool_timeout}
     session = yield from model.opening(**options)
     return session
 

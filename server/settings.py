@@ -89,6 +89,8 @@ class ServerSettings:
             show_default=False,
         ),
     )
+    tools: tuple[Tool, ...] = ()  # for clients that bring none; each with what calls it
+    wait_for_tools: bool = False  # for a client that is faster than real time
 
     tools: tuple[Tool, ...] = ()  # for clients that bring none; each with what calls it
     turns: str = field(

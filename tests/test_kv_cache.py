@@ -17,9 +17,9 @@ def test_bf16_caches_say_the_same_in_half_the_memory() -> None:
     for session in sessions:
         session.push(audio)
     assert sessions[0].text == sessions[1].text == "Hello, how can I help you?"
-    held = [sum(cache.nbytes for cache in session._state.tts.caches) for session in sessions]
+    held = [sum(cache.nbytes for cache in session.state.tts.caches) for session in sessions]
     assert held[1] * 2 == held[0]
-    assert all(a.dtype == mx.bfloat16 for cache in sessions[1]._state.tts.caches for a in cache.arrays)
+    assert all(a.dtype == mx.bfloat16 for cache in sessions[1].state.tts.caches for a in cache.arrays)
     first, again = (narrow.answer(audio[:16000]) for _ in range(2))
     np.testing.assert_array_equal(first.codes, again.codes)
 

@@ -23,6 +23,7 @@ from mlx.utils import tree_flatten
 from ..config import ModelConfig
 from ..frame import Frame
 from ..options import LoadOptions
+from ..session import Session
 from ..voicechat import VoiceChat, load_opened
 from ..weights import checkpoint
 from ..weights.precision import Choice, check_choice, llm_is_float32
@@ -97,12 +98,7 @@ def bench(
     session = loaded.session(profile=True)
     opening = time.perf_counter() - started
     resident_at_start = resident()
-    for done in range(1, frames + 1):
-        session.push(next(noise), config.input_rate_hz)
-        progress(done)
-        if stop():
-            break
-    gc.collect()
+    _push(session, noise, frames, progress, stop)
 
     profile = _profile(session.profile)
     summary = profile.summary()
@@ -126,6 +122,21 @@ def bench(
         "notes": [*summary["notes"], *_notes(counted)],
     }
     return report, profile.every_frame()
+
+
+def _push(
+    session: Session,
+    noise: Iterator[np.ndarray],
+    frames: int,
+    progress: Callable[[int], None],
+    stop: Callable[[], bool],
+) -> None:
+    for done in range(1, frames + 1):
+        session.push(next(noise), session.model.config.input_rate_hz)
+        progress(done)
+        if stop():
+            break
+    gc.collect()
 
 
 def faint_noise(config: ModelConfig) -> Iterator[np.ndarray]:

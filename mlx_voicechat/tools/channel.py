@@ -40,6 +40,7 @@ class Channel:
 
     def __init__(self, model: Model, options: SessionOptions) -> None:
         self.runner = Runner(options.tool_timeout)
+        self._drop_strays = options.drop_strays
         self._held = options.tool_clock == "held"
         self._cycle: Cycle | None = None
         tools = by_name(options.tools)
@@ -81,7 +82,9 @@ class Channel:
     def between_frames(self) -> bool:
         """Whether the next step is one of the LLM alone."""
         working = (CycleState.CALLING, CycleState.INJECTING, CycleState.CLOSING)
-        return self._held and self._cycle is not None and self._cycle.state in working
+        if self._cycle is None:
+            return False
+        return self._cycle.dropped or (self._held and self._cycle.state in working)
 
     @property
     def stands_still(self) -> bool:
@@ -104,13 +107,14 @@ class Channel:
         calls = () if self._cycle is None else self._cycle.open_calls
         return tuple(call for call in calls if not self.runner.runs(call.call_id))
 
-    def forced(self) -> Forced:
-        """What the next frame must carry."""
+    def forced(self, in_turn: bool) -> Forced:
+        """What the next frame must carry; `in_turn`: the agent's turn is open."""
         cycle = self._cycle
         if cycle is None:
             return Forced()
         if not cycle.active:
-            return Forced(calls=Calls.REFUSE if cycle.exhausted else Calls.SILENCE)
+            calls = Calls.ALONE if in_turn and self._drop_strays else Calls.SILENCE
+            return Forced(calls=Calls.REFUSE if cycle.exhausted else calls)
         pad = self._tokens.pad
         if cycle.waiting:
             return Forced(pad, pad, cycle.spoken)
@@ -143,7 +147,7 @@ class Channel:
     def collect(self, index: int) -> list[Event]:
         """Take the results of functions that have ended."""
         events: list[Event] = []
-        for outcome in self.runner.ended():
+        for outcome in self.runner.ended() if self.runner.pending else []:
             call_id = outcome.call_id
             if not self.cycle.is_open(call_id):
                 continue

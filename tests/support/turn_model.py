@@ -53,8 +53,8 @@ class TurnSession:
         self._left: list[str] = []
         self._tail = 0
         self._ending: CloseReason | None = None
-        self._settled = 0
-        self._bos_due = self._force_bos = False
+        self._settled = self._before_settling = 0
+        self._force_bos = False
         self._called = False
         self._answer_behind_call = False
 
@@ -76,10 +76,12 @@ class TurnSession:
     def step(self) -> list[Event]:
         if self.results and len(self.results) == len(self.calls):
             return self._apply()
-        if self.turn in ("settling", "closing") or self._force_bos:
+        heard = self.turn == "settling" and self._before_settling > 0
+        if not heard and (self.turn in ("settling", "closing") or self._force_bos):
             return self._frame(np.zeros(1280, np.float32))
         if len(self._audio) >= 1280:
             piece, self._audio = self._audio[:1280], self._audio[1280:]
+            self._before_settling = max(0, self._before_settling - 1280)
             events = self._frame(piece)
             return [*events, LimitReached(self.frames, self.options["max_seconds"])] if self.limited else events
         return []
@@ -109,7 +111,7 @@ class TurnSession:
 
     def _open(self, index: int) -> list[Event]:
         """The agent's turn, or its call, where it is due."""
-        if self.turn == "settling":
+        if self.turn == "settling" and not self._before_settling:
             self._settled += 1
         own = self.owner == "model" and self.turn == "user" and bool(self._unanswered) and self._quiet >= QUIET_FRAMES
         due = own or self._force_bos or (self.turn == "settling" and self._settled > QUIET_FRAMES)
@@ -172,6 +174,8 @@ class TurnSession:
         if self.turn != "user":
             raise InputError(f"The turn is {self.turn}.")
         self.turn, self._settled = "settling", 0
+        self._audio = np.pad(self._audio, (0, -len(self._audio) % 1280))
+        self._before_settling = len(self._audio)
 
     def open_turn(self) -> None:
         self._force_bos = True
