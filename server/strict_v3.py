@@ -84,6 +84,7 @@ class StrictV3Connection(Connection):
         self._setup_from = self.heard_at
         self._timer: asyncio.TimerHandle | None = None
         self._synthesis: asyncio.Task[None] | None = None
+        self._unsent = 0  # frames
         self._bos = self._call = False  # of the step that is being told
         self._told: dict[type, Any] = {
             messages.Relay: lambda relay: relay.event,
@@ -118,10 +119,10 @@ class StrictV3Connection(Connection):
 
     def patience(self) -> Patience:
         """A client that waits for the server is not silent."""
+        if self.rules.waits:
+            self.heard_at = self._setup_from = self.loop.time()
         if not self.rules.configured:
             return Patience(self._setup_from, self.settings.setup_seconds, "setup_timeout")
-        if self.rules.waits:
-            self.heard_at = self.loop.time()
         return Patience(self.heard_at, self.settings.idle_seconds, "idle_timeout")
 
     def out_of_patience(self, event: Any) -> None:
@@ -132,7 +133,9 @@ class StrictV3Connection(Connection):
 
     def left(self, event: Any) -> None:
         """Each frame has one event of metrics, the last of what it gave."""
-        if isinstance(event, dict) and event["type"] == "voicechat.metrics" and self.slot is not None:
+        metrics = isinstance(event, dict) and event["type"] == "voicechat.metrics"
+        if metrics and self._unsent and self.slot is not None:
+            self._unsent -= 1
             self.slot.sent()
 
     def gone(self) -> None:
@@ -226,6 +229,7 @@ class StrictV3Connection(Connection):
             self.watch_silence()
 
     def _spoken(self, event: messages.Speech) -> Spoken:
+        self._unsent += 1
         bos, self._bos, self._call = self._bos and not self._call, False, False
         return Spoken(np.frombuffer(event.samples, np.float32), event.seconds, bos)
 

@@ -20,7 +20,7 @@ MOST_FRAMES = 12_000  # of one session
 RECOVERY_FRAMES = 256  # between the acceptance of a result and its `applied`
 BOS_FRAMES = 5  # four of the model's own, and the one where it is forced
 DEFERRED_BYTES = 2**20
-FUNCTION_SECONDS = 30.0
+SIGN_SECONDS = 15.0  # without an event for a client that sends audio; it ends itself after 45
 
 NORMAL, PROTOCOL_ERROR, INTERNAL, BUSY = 1000, 1002, 1011, 1013  # closing codes
 

@@ -19,7 +19,7 @@ from mlx_voicechat.events import (
     TurnOpened,
 )
 
-from .strict_v3_codes import NORMAL, Refused
+from .strict_v3_codes import NORMAL, SIGN_SECONDS, Refused
 from .strict_v3_events import CLIENT_TURNS, Terms, Wire
 from .strict_v3_floor import Floor
 from .strict_v3_jobs import FED_FRAMES, Job, Jobs
@@ -69,7 +69,8 @@ class StrictV3:
     )
 
     def __init__(self, terms: Terms, host: Host, session_id: str | None = None) -> None:
-        self.wire = Wire(terms, host.send, session_id)
+        self.wire = Wire(terms, self._send, session_id)
+        self._sent_at = host.now()
         self.configured = self.ended = False
         self._terms, self._host = terms, host
         self._floor = Floor(self.wire, host, self._freed)
@@ -101,6 +102,10 @@ class StrictV3:
         }
 
     # -- the connection ------------------------------------------------------------------------------------------
+
+    def _send(self, event: dict[str, Any]) -> None:
+        self._sent_at = self._host.now()
+        self._host.send(event)
 
     def greet(self) -> None:
         """The first event."""
@@ -254,6 +259,8 @@ class StrictV3:
                 self._floor.hear(block)
             else:
                 self._preroll.push(block)
+                if self._host.now() - self._sent_at >= SIGN_SECONDS:
+                    self._floor.unheard(block)
 
     def _start(self, message: TurnStart) -> None:
         if self._open is not None:

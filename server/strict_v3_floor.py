@@ -22,7 +22,7 @@ from .strict_v3_order import CALL, IDLE, TURN_OPEN
 from .strict_v3_requests import BeginTurn, EndTurn, Give, Hear, Host, Mark, Refuse
 from .strict_v3_scopes import InputTurn, Response, turn_state
 from .strict_v3_turns import level_of, samples_of
-from .strict_v3_work import BEGIN, END, HEAR, SILENCE, Again, Backlog, Done, Given, Spoken, Work
+from .strict_v3_work import BEGIN, END, HEAR, NOTHING, SILENCE, Again, Backlog, Done, Given, Spoken, Work
 
 # Why the session ended the agent's turn (`CloseReason`) -> the reason on the wire; else it is the model's own end.
 REASONS = {
@@ -363,6 +363,13 @@ class Floor:
         self.frames += 1
         self._framed_at = now
         self._check_frame()
+
+    def unheard(self, pcm: bytes) -> None:
+        """A sign of life for a client whose audio is kept, and not heard yet: the metrics of this frame of it."""
+        heard, times = level_of(samples_of(pcm)), FrameTimes(0.0, 0.0)
+        state = turn_state(self._wire.state, self.held)
+        told = metrics(max(0, self.frames - 1), self._heard_frames, times, heard, NOTHING, state)
+        self._wire.emit("voicechat.metrics", **told)
 
     def _step(self, bos: bool) -> None:
         """What a step's text id says: a BOS begins the response, else a call will, and owes one."""

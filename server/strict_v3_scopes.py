@@ -12,7 +12,7 @@ from mlx_voicechat.sound.pcm import pcm16
 
 from .strict_v3_codes import OUTPUT_RATE_HZ, STATUSES
 from .strict_v3_events import Wire
-from .strict_v3_order import RESPONSE_OPEN, STARTED, TURN, TURN_OPEN
+from .strict_v3_order import RESPONSE_OPEN, TURN_OPEN
 from .strict_v3_turns import Level
 
 MICROPHONE, TYPED = "microphone", "typed"
@@ -113,6 +113,6 @@ def turn_state(state: str, call_open: bool) -> str:
     """What `voicechat.metrics` says of the order's state."""
     if call_open:
         return "function_call"
-    if state in (STARTED, TURN) or state in TURN_OPEN:
+    if state in TURN_OPEN:
         return "user"
     return "assistant" if state in RESPONSE_OPEN else "idle"

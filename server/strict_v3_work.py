@@ -13,7 +13,7 @@ from .strict_v3_scopes import InputTurn
 from .strict_v3_turns import Level
 
 HEAR, BEGIN, END = "hear", "begin", "end"
-SILENCE = Level(FRAME_BYTES // 2, 0.0, 0.0)
+SILENCE, NOTHING = Level(FRAME_BYTES // 2, 0.0, 0.0), Level(0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)

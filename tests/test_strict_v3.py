@@ -15,6 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from mlx_voicechat import Tool
+from mlx_voicechat.server import messages, strict_v3
 from tests.support.server import RunningServer, running_server
 from tests.support.strict_v3 import WEATHER
 from tests.support.strict_v3_caller import APPLIED, CALL, COMPLETED, CREATED, DONE, StrictCaller, strict_calling
@@ -332,6 +333,34 @@ def test_clients_that_vanish(server: RunningServer, count: int) -> None:
     with strict_calling(server.ws_url) as caller:
         answered(caller)
         caller.stop()
+
+
+ENDLESS = tuple(f" word{number}" for number in range(400))
+
+
+def test_a_client_that_lags_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_v3, "PACE", messages.Pace(when_idle=False, ahead_seconds=1e6))
+    with running_server(TurnModel(ENDLESS)) as server, strict_calling(server.ws_url) as caller:
+        caller.speak(SPEECH)
+        caller.until(CREATED, 0)
+        time.sleep(4)  # longer than others have
+        assert server.engine.active == 1
+        assert caller.until(DONE)["status"] == "completed"
+        caller.stop()
+
+
+def test_a_client_that_never_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_v3, "PACE", messages.Pace(when_idle=False, ahead_seconds=1e6))
+    monkeypatch.setattr(strict_v3.StrictV3Connection, "slow_seconds", 0.5)
+    with running_server(TurnModel(ENDLESS)) as server, strict_calling(server.ws_url) as caller:
+        caller.speak(SPEECH)
+        caller.until(CREATED, 0)
+        deadline = time.monotonic() + 5
+        while server.engine.active and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert server.engine.active == 0
+        assert caller.until("session.closed")["reason"] == "slow_consumer"
+        assert caller.closed() == 1008
 
 
 def nonsense(draws: random.Random, caller: StrictCaller) -> None:

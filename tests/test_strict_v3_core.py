@@ -334,6 +334,18 @@ def test_silence_without_text_is_sent() -> None:
     assert len(made.of(AUDIO)) == 21
 
 
+def test_a_client_that_only_sends_audio_has_signs_of_life() -> None:
+    made = session()
+    for _ in range(100):
+        made.append()
+        made.time += 1.0
+    signs = made.of("voicechat.metrics")
+    assert len(signs) == 6
+    assert signs[0]["input_audio"]["peak"] > 0.2
+    assert signs[0]["output_audio"] == {"samples": 0, "rms": 0.0, "rms_dbfs": None, "peak": 0.0}
+    assert {sign["turn_state"] for sign in signs} == {"idle"}
+
+
 def test_metrics_of_a_frame() -> None:
     made = session()
     made.start(1)
