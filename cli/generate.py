@@ -203,6 +203,8 @@ def _answer(asked: _Asked) -> None:
     if summary:
         complain(summary)
     _fail_if_cut_short(session, last)
+    if recording.hint and not session.transcript:
+        note(recording.hint)
     _note_what_is_missing(session, asked.extra_seconds)
 
 

@@ -65,7 +65,7 @@ def serve(
     ssl_certfile: Annotated[Path | None, setting("ssl_certfile")] = ServerSettings.ssl_certfile,
     ssl_keyfile: Annotated[Path | None, setting("ssl_keyfile")] = ServerSettings.ssl_keyfile,
     max_sessions: Annotated[int, setting("max_sessions")] = ServerSettings.max_sessions,
-    max_audio_seconds: Annotated[float, setting("max_audio_seconds")] = ServerSettings.max_audio_seconds,
+    max_audio_seconds: Annotated[float | None, setting("max_audio_seconds")] = ServerSettings.max_audio_seconds,
     idle_seconds: Annotated[float, setting("idle_seconds")] = ServerSettings.idle_seconds,
     setup_seconds: Annotated[float, setting("setup_seconds")] = ServerSettings.setup_seconds,
     max_message_bytes: Annotated[int | None, setting("max_message_bytes")] = ServerSettings.max_message_bytes,
@@ -73,6 +73,9 @@ def serve(
         float, setting("disconnect_grace_seconds")
     ] = ServerSettings.disconnect_grace_seconds,
     typed_voice: Annotated[str | None, setting("typed_voice")] = ServerSettings.typed_voice,
+    turns: Annotated[str, setting("turns")] = ServerSettings.turns,
+    instructions: Annotated[str | None, setting("instructions")] = ServerSettings.instructions,
+    function_timeout: Annotated[float, setting("function_timeout")] = ServerSettings.function_timeout,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
     compiled: Compiled = LoadOptions.compile,
@@ -123,6 +126,9 @@ def serve(
         max_message_bytes=max_message_bytes,
         disconnect_grace_seconds=disconnect_grace_seconds,
         typed_voice=typed_voice,
+        turns=turns,
+        instructions=instructions,
+        function_timeout=function_timeout,
     )
     wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
     _log(log_level)

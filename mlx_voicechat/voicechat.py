@@ -73,6 +73,8 @@ class VoiceChat(Model):
             session.push(silence)
         first = self.rnnt.first(mx.zeros((1, 1, self.config.encoder.d_model)), self.rnnt.init_state())
         self.rnnt.finish(first, [0], self.rnnt.init_state())
+        if self.call_tokens is not None:
+            self.between("silence")
         self._openings.clear()
         self.session(voice=voice)
 

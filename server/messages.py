@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mlx_voicechat.events import Event
-from mlx_voicechat.tools import Tool as OwnTool
+
+if TYPE_CHECKING:
+    from mlx_voicechat.tools import Tool as OwnTool
 
 # To the engine
 
@@ -53,6 +55,7 @@ class Open:
     pace: Pace | None = None
     history: tuple[str, ...] = ()
     wait_for_tools: bool = False
+    tool_timeout: float = 30.0  # seconds
 
     @property
     def stepped(self) -> bool:
@@ -198,6 +201,7 @@ class Speech:
     codes: tuple[int, ...]
     cancelled: bool = False  # of a turn that is being driven to its end
     unheard: bool = False  # no audio was there: the model heard silence in its place
+    seconds: float = 0.0  # that the model took
 
 
 @dataclass(frozen=True)

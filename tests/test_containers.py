@@ -151,3 +151,22 @@ def test_what_else_ffmpeg_reads_is_given_to_it(tmp_path: Path, name: str, option
 
 def dbfs(samples: np.ndarray) -> float:
     return float(10 * np.log10(np.mean(np.square(samples))))
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        (np.stack([of_noise(1), -of_noise(1)], axis=1), "cancel each other out"),
+        (np.stack([of_noise(1), -0.97 * of_noise(1)], axis=1), "cancel each other out"),
+        (np.stack([of_noise(1), 0 * of_noise(1)], axis=1), ""),
+        (np.stack([of_noise(1), of_noise(1)[::-1]], axis=1), ""),
+        (0.005 * of_noise(1), r"nearly silent: its loudest sample is at -5\d dB of full scale\."),
+        (0 * of_noise(1), r"nearly silent: its loudest sample is zero\."),
+        (0.1 * of_noise(1), ""),
+    ],
+)
+def test_why_nothing_may_be_understood(tmp_path: Path, samples: np.ndarray, words: str) -> None:
+    soundfile.write(tmp_path / "x.wav", samples, RATE)
+    with read_audio(tmp_path / "x.wav") as reader:
+        reader.read_all()
+        assert re.search(words, reader.hint) if words else reader.hint == ""

@@ -56,10 +56,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Run a coroutine on a virtual clock; its result."""
+    """Run a coroutine on a virtual clock; its result. What a callback or task raised is raised here."""
     loop = VirtualLoop()
+    faults: list[Any] = []
+    loop.set_exception_handler(lambda _, context: faults.append(context))
     try:
-        return loop.run_until_complete(main())
+        result = loop.run_until_complete(main())
+        for context in faults:
+            raise context.get("exception") or AssertionError(context["message"])
+        return result
     finally:
         for task in asyncio.all_tasks(loop):
             task.cancel()
