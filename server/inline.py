@@ -170,6 +170,6 @@ class InlineTransport:
 
 
 def _loaded(model: str | VoiceChat) -> VoiceChat:
-    from .. import load
+    from mlx_voicechat import load
 
     return load(model) if isinstance(model, str) else model
