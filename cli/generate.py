@@ -172,7 +172,8 @@ def _answer(asked: _Asked) -> None:
         from mlx_voicechat.model import BLOCK_FRAMES  # only now: it imports MLX
 
         config = loaded.config
-        session = loaded.session(**asked.options, tools=sources.tools, wait_for_tools=True)
+        of_tools = {"tools": sources.tools, "wait_for_tools": True} if sources.tools else {}
+        session = loaded.session(**asked.options, **of_tools)
         if session.profile and wants_parts():
             from mlx_voicechat.gauges.parts import timed
 
