@@ -17,8 +17,8 @@ from typer import Argument, Option
 from mlx_voicechat.errors import InputError, LimitError
 from mlx_voicechat.options import LoadOptions, SessionOptions
 
-from .conversation import INTERRUPTED, Interrupt, converse, cut, silence
 from .loading import open_model
+from .offline import INTERRUPTED, Interrupt, converse, cut, silence
 from .options import (
     COMPILED,
     DEFAULT_MODEL,

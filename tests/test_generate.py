@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 import mlx_voicechat
 from mlx_voicechat import AudioFrame, Event, FunctionDelta, TextDelta, TranscriptDelta
-from mlx_voicechat.cli.conversation import cut, silence
 from mlx_voicechat.cli.main import run
+from mlx_voicechat.cli.offline import cut, silence
 from mlx_voicechat.cli.render import LiveText, Output
 from tests.support.fake_model import SCRIPT, FakeModel
 
