@@ -88,13 +88,9 @@ def serve(
 
     Anyone who reaches the address can talk to it, and hear nothing of others: give a key where that is not wanted.
     """
-    for option, word, words in (
-        ("--log-level", log_level, LEVELS),
-        ("--protocol", protocol, PROTOCOLS),
-        ("--turns", turns, TURNS),
-    ):
-        if word not in words:
-            raise typer.BadParameter(f"{word} is none of {', '.join(words)}.", param_hint=option)
+    _check_word("--log-level", log_level, LEVELS)
+    _check_word("--protocol", protocol, PROTOCOLS)
+    _check_word("--turns", turns, TURNS)
     _check_tls(ssl_certfile, ssl_keyfile)
     _check_key(api_key)
 
@@ -102,9 +98,6 @@ def serve(
 
     from .tool_sources import ToolOptions, ToolSources
 
-    prefix = api_prefix.strip("/")
-    if not PREFIX.fullmatch(prefix):
-        raise InputError(f"--api-prefix {api_prefix} is no path.", "Write it like /voice, of letters, digits and -._~")
     if not host.strip():
         raise InputError("--host is empty.", "127.0.0.1 is this machine, 0.0.0.0 the whole network.")
     settings = ServerSettings(
@@ -113,7 +106,7 @@ def serve(
         port=port,
         protocol=protocol,
         api_key=api_key,
-        api_prefix=f"/{prefix}" if prefix else "",
+        api_prefix=_prefix(api_prefix),
         cors_origins=_origins("--cors-origins", cors_origins),
         allowed_origins=_origins("--allowed-origins", allowed_origins),
         alias=alias,
@@ -192,6 +185,19 @@ def _leave(ended_by: int | None, running: bool) -> None:
         os._exit(128 + (ended_by or 0))
     if ended_by is not None:
         raise Ended(128 + ended_by)
+
+
+def _check_word(option: str, word: str, words: tuple[str, ...]) -> None:
+    if word not in words:
+        raise typer.BadParameter(f"{word} is none of {', '.join(words)}.", param_hint=option)
+
+
+def _prefix(path: str) -> str:
+    """`--api-prefix` as it stands before every path: a slash and no other at its end, or nothing."""
+    prefix = path.strip("/")
+    if not PREFIX.fullmatch(prefix):
+        raise InputError(f"--api-prefix {path} is no path.", "Write it like /voice, of letters, digits and -._~")
+    return f"/{prefix}" if prefix else ""
 
 
 def _check_key(api_key: str | None) -> None:
