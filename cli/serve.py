@@ -88,23 +88,16 @@ def serve(
 
     Anyone who reaches the address can talk to it, and hear nothing of others: give a key where that is not wanted.
     """
-    if log_level not in LEVELS:
-        raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
-    if protocol not in PROTOCOLS:
-        raise typer.BadParameter(f"{protocol} is none of {', '.join(PROTOCOLS)}.", param_hint="--protocol")
-    if turns not in TURNS:
-        raise typer.BadParameter(f"{turns} is none of {', '.join(TURNS)}.", param_hint="--turns")
+    _check_word("--log-level", log_level, LEVELS)
+    _check_word("--protocol", protocol, PROTOCOLS)
+    _check_word("--turns", turns, TURNS)
     _check_tls(ssl_certfile, ssl_keyfile)
-    if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
-        raise InputError("--api-key must be printable and without spaces.")
+    _check_key(api_key)
 
     from mlx_voicechat.server.listening import listen
 
     from .tool_sources import ToolOptions, ToolSources
 
-    prefix = api_prefix.strip("/")
-    if not PREFIX.fullmatch(prefix):
-        raise InputError(f"--api-prefix {api_prefix} is no path.", "Write it like /voice, of letters, digits and -._~")
     if not host.strip():
         raise InputError("--host is empty.", "127.0.0.1 is this machine, 0.0.0.0 the whole network.")
     settings = ServerSettings(
@@ -113,7 +106,7 @@ def serve(
         port=port,
         protocol=protocol,
         api_key=api_key,
-        api_prefix=f"/{prefix}" if prefix else "",
+        api_prefix=_prefix(api_prefix),
         cors_origins=_origins("--cors-origins", cors_origins),
         allowed_origins=_origins("--allowed-origins", allowed_origins),
         alias=alias,
@@ -137,10 +130,11 @@ def serve(
         listeners = [opened.enter_context(listener) for listener in listen(host, port)]
         _note_risks(settings)
         sources = opened.enter_context(ToolSources(wanted, note))
-        settings = dataclasses.replace(settings, tools=sources.tools)
-        ended_by, running = _run(
-            settings, listeners, lambda: sources.fit_to(open_model(model, compiled, speech_weights, kv_cache))
-        )
+
+        def load() -> VoiceChat:
+            return sources.fit_to(open_model(model, compiled, speech_weights, kv_cache))
+
+        ended_by, running = _run(dataclasses.replace(settings, tools=sources.tools), listeners, load)
     _leave(ended_by, running)
 
 
@@ -191,6 +185,24 @@ def _leave(ended_by: int | None, running: bool) -> None:
         os._exit(128 + (ended_by or 0))
     if ended_by is not None:
         raise Ended(128 + ended_by)
+
+
+def _check_word(option: str, word: str, words: tuple[str, ...]) -> None:
+    if word not in words:
+        raise typer.BadParameter(f"{word} is none of {', '.join(words)}.", param_hint=option)
+
+
+def _prefix(path: str) -> str:
+    """`--api-prefix` as it stands before every path: a slash and no other at its end, or nothing."""
+    prefix = path.strip("/")
+    if not PREFIX.fullmatch(prefix):
+        raise InputError(f"--api-prefix {path} is no path.", "Write it like /voice, of letters, digits and -._~")
+    return f"/{prefix}" if prefix else ""
+
+
+def _check_key(api_key: str | None) -> None:
+    if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
+        raise InputError("--api-key must be printable and without spaces.")
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:
