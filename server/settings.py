@@ -92,7 +92,6 @@ class ServerSettings:
     tools: tuple[Tool, ...] = ()  # for clients that bring none; each with what calls it
     wait_for_tools: bool = False  # for a client that is faster than real time
 
-    tools: tuple[Tool, ...] = ()  # for clients that bring none; each with what calls it
     turns: str = field(
         default=TURNS[0],
         metadata=told("|".join(TURNS), "Who ends a user's turn in strict-v3: the client, or the model."),
