@@ -145,7 +145,7 @@ def test_what_is_complete_stays_though_it_cannot_be_flushed(
     for wanted in (flushes - 1, flushes):
         with monkeypatch.context() as patch:
             patch.setattr(writer, "flush", fail("flush", wanted, errno.EIO, late=False))
-            with pytest.raises(VoiceChatError, match="is complete, but may not outlive a power cut: Input"):
+            with pytest.raises(VoiceChatError, match="complete, but may not outlive a power cut: Input/output"):
                 convert(tmp_path / "out")
         assert contents(tmp_path / "out") == whole
         shutil.rmtree(tmp_path / "out")
