@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -18,7 +19,8 @@ import typer
 from typer import Option
 
 from mlx_voicechat.errors import InputError
-from mlx_voicechat.server.settings import PROTOCOLS, TURNS, ServerSettings
+from mlx_voicechat.options import LoadOptions
+from mlx_voicechat.server.settings import ServerSettings
 
 from .endings import Ended
 from .loading import open_model
@@ -35,13 +37,14 @@ from .options import (
     ToolCommand,
     ToolsFile,
     Voice,
-    setting,
+    option_of,
 )
 from .render import complain, note
 
 if TYPE_CHECKING:
     from mlx_voicechat.voicechat import VoiceChat
 
+setting = functools.partial(option_of, ServerSettings)
 LEVELS = ("debug", "info", "warning", "error")
 PREFIX = re.compile(r"([\w.~-]+(/[\w.~-]+)*)?", re.ASCII)
 SWITCH_SECONDS = 0.001  # Python's 5 ms between threads would be added to a frame's time
@@ -58,7 +61,7 @@ def serve(
     cors_origins: Annotated[list[str] | None, setting("cors_origins")] = None,
     allowed_origins: Annotated[list[str] | None, setting("allowed_origins")] = None,
     alias: Annotated[str | None, setting("alias")] = ServerSettings.alias,
-    voice: Voice = None,
+    voice: Voice = ServerSettings.voice,
     ssl_certfile: Annotated[Path | None, setting("ssl_certfile")] = ServerSettings.ssl_certfile,
     ssl_keyfile: Annotated[Path | None, setting("ssl_keyfile")] = ServerSettings.ssl_keyfile,
     max_sessions: Annotated[int, setting("max_sessions")] = ServerSettings.max_sessions,
@@ -73,9 +76,9 @@ def serve(
     turns: Annotated[str, setting("turns")] = ServerSettings.turns,
     instructions: Annotated[str | None, setting("instructions")] = ServerSettings.instructions,
     function_timeout: Annotated[float, setting("function_timeout")] = ServerSettings.function_timeout,
-    speech_weights: SpeechWeights = None,
-    kv_cache: KeyValueCache = "f32",
-    compiled: Compiled = None,
+    speech_weights: SpeechWeights = LoadOptions.speech_weights,
+    kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    compiled: Compiled = LoadOptions.compile,
     tools: ToolsFile = None,
     tool_command: ToolCommand = None,
     mcp: Mcp = None,
@@ -88,9 +91,8 @@ def serve(
 
     Anyone who reaches the address can talk to it, and hear nothing of others: give a key where that is not wanted.
     """
-    _check_word("--log-level", log_level, LEVELS)
-    _check_word("--protocol", protocol, PROTOCOLS)
-    _check_word("--turns", turns, TURNS)
+    if log_level not in LEVELS:
+        raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
     _check_tls(ssl_certfile, ssl_keyfile)
     _check_key(api_key)
 
@@ -130,11 +132,9 @@ def serve(
         listeners = [opened.enter_context(listener) for listener in listen(host, port)]
         _note_risks(settings)
         sources = opened.enter_context(ToolSources(wanted, note))
-
-        def load() -> VoiceChat:
-            return sources.fit_to(open_model(model, compiled, speech_weights, kv_cache))
-
-        ended_by, running = _run(dataclasses.replace(settings, tools=sources.tools), listeners, load)
+        settings = dataclasses.replace(settings, tools=sources.tools)
+        held = LoadOptions(compiled, speech_weights, kv_cache)
+        ended_by, running = _run(settings, listeners, lambda: sources.fit_to(open_model(model, held)))
     _leave(ended_by, running)
 
 
@@ -185,11 +185,6 @@ def _leave(ended_by: int | None, running: bool) -> None:
         os._exit(128 + (ended_by or 0))
     if ended_by is not None:
         raise Ended(128 + ended_by)
-
-
-def _check_word(option: str, word: str, words: tuple[str, ...]) -> None:
-    if word not in words:
-        raise typer.BadParameter(f"{word} is none of {', '.join(words)}.", param_hint=option)
 
 
 def _prefix(path: str) -> str:

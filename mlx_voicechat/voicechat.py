@@ -136,7 +136,7 @@ def load_opened(
     if warning is not None:
         say(warning)
     loaded = VoiceChat(name, config, opened.tokenizer, parameters, say, requantise)
-    loaded.tts.cache_dtype = memory.kv_cache_type(options.kv_cache)
+    loaded.tts.cache_dtype = memory.KV_TYPES[options.kv_cache]
     on_gpu = mx.default_device().type == mx.gpu
     if (on_gpu if options.compile is None else options.compile) and not loaded.compile():
         say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mlx_voicechat.events import Event
+from mlx_voicechat.options import SessionOptions
 
 if TYPE_CHECKING:
     from mlx_voicechat.tools import Tool as OwnTool
@@ -54,8 +55,8 @@ class Open:
     turns: Owner = "model"
     pace: Pace | None = None
     history: tuple[str, ...] = ()
-    wait_for_tools: bool = False
-    tool_timeout: float = 30.0  # seconds
+    wait_for_tools: bool = SessionOptions.wait_for_tools
+    tool_timeout: float = SessionOptions.tool_timeout
 
     @property
     def stepped(self) -> bool:
