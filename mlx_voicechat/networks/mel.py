@@ -15,8 +15,9 @@ def _filter_bank() -> Any:
     try:
         from librosa.filters import mel
     except RuntimeError:
-        from numba import config
+        import numba
 
+        config: Any = numba.config
         before, config.DISABLE_JIT = config.DISABLE_JIT, True  # the filter bank needs nothing that is compiled
         try:
             from librosa.filters import mel
