@@ -278,7 +278,7 @@ def _temporary_folder() -> tuple[str, str]:
     try:
         return tempfile.gettempdir(), ""
     except FileNotFoundError as error:
-        return "", error.strerror
+        return "", error.strerror or str(error)
 
 
 def _translated() -> bool:

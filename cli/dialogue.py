@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mlx_voicechat.errors import ServerError
+from mlx_voicechat.errors import AudioError, ServerError
 
 from .conversation import INTERRUPTED
 from .render import note
@@ -71,6 +71,8 @@ class Dialogue:
             heard, said = await asyncio.gather(listener, sender, return_exceptions=True)
         if isinstance(heard, Exception):
             raise heard
+        if isinstance(said, AudioError):  # what was to be said is no recording, so that nothing is to be kept
+            raise said
         if isinstance(said, Exception) and not isinstance(said, ServerError):  # of that one the listener knows
             self._broken = said
 

@@ -15,23 +15,31 @@ import typer
 from typer import Argument, Option
 
 from mlx_voicechat.errors import InputError, LimitError
+from mlx_voicechat.options import LoadOptions, SessionOptions
 
 from .conversation import INTERRUPTED, Interrupt, converse, cut, silence
 from .loading import open_model
 from .options import (
+    COMPILED,
     DEFAULT_MODEL,
+    EXTRA_SECONDS,
+    LONGEST_SECONDS,
+    ExtraSeconds,
+    GuidanceScale,
     KeyValueCache,
     Mcp,
     McpConfig,
     McpTools,
     Model,
     OnHold,
+    OutputAudio,
+    Seed,
     SpeechWeights,
+    SystemPrompt,
     ToolCommand,
     ToolsFile,
     Voice,
-    extra_seconds,
-    not_negative,
+    option_of,
     positive_seconds,
 )
 from .outputs import Outputs, Targets, TextFile
@@ -55,44 +63,27 @@ def _no_argument(value: str | None) -> None:
 def generate(
     audio: Annotated[str, Option(metavar="PATH", help="The user's side: WAV, FLAC, OGG, MP3 ...; - is stdin.")],
     model: Model = DEFAULT_MODEL,
-    prompt: Annotated[
-        str | None, Option("-p", "--prompt", "--system-prompt", metavar="TEXT", help="System prompt; none if absent.")
-    ] = None,
-    output_audio: Annotated[
-        Path | None, Option(metavar="FILE", help="Write the assistant's speech: WAV, 22050 Hz, mono, 16 bits.")
-    ] = None,
-    extra_decoding_seconds: Annotated[
-        float,
-        Option(metavar="SECONDS", callback=extra_seconds, help="Silence added, so that answers can end: 0 to 600."),
-    ] = 3.0,
-    seed: Annotated[
-        int, Option(metavar="N", callback=not_negative, help="Of the speech's noise: same seed, same bytes.")
-    ] = 0,
-    voice: Voice = None,
-    guidance_scale: Annotated[
-        float | None,
-        Option(metavar="X", callback=not_negative, help="How closely speech follows text; else the model's."),
-    ] = None,
+    system_prompt: SystemPrompt = SessionOptions.system_prompt,
+    output_audio: OutputAudio = None,
+    extra_decoding_seconds: ExtraSeconds = EXTRA_SECONDS,
+    seed: Seed = SessionOptions.seed,
+    voice: Voice = SessionOptions.voice,
+    guidance_scale: GuidanceScale = SessionOptions.guidance_scale,
     max_seconds: Annotated[
         float, Option(metavar="SECONDS", callback=positive_seconds, help="Refuse a longer recording at once.")
-    ] = 3600.0,
+    ] = LONGEST_SECONDS,
     stream: Annotated[bool, Option("--stream", help="Run frame by frame, print as it speaks.")] = False,
     max_streaming_seconds: Annotated[
-        float | None,
-        Option(metavar="SECONDS", callback=positive_seconds, help="Stop, with an error, after so much."),
-    ] = None,
+        float | None, option_of(SessionOptions, "max_seconds", help="Stop, with an error, after so much.")
+    ] = SessionOptions.max_seconds,
     profile: Annotated[bool, Option("--profile", help="Frame times by stage as JSON on stderr.")] = False,
     profile_json: Annotated[Path | None, Option(metavar="FILE", help="Write them to a file instead.")] = None,
     compiled: Annotated[
         bool | None,
-        Option(
-            "--compile/--no-compile",
-            show_default=False,
-            help="Fuse kernels first, or not; decided by the job if absent.",
-        ),
-    ] = None,
-    speech_weights: SpeechWeights = None,
-    kv_cache: KeyValueCache = "f32",
+        option_of(LoadOptions, "compile", *COMPILED, help="Fuse kernels first, or not; decided by the job if absent."),
+    ] = LoadOptions.compile,
+    speech_weights: SpeechWeights = LoadOptions.speech_weights,
+    kv_cache: KeyValueCache = LoadOptions.kv_cache,
     tools: ToolsFile = None,
     tool_command: ToolCommand = None,
     mcp: Mcp = None,
@@ -125,7 +116,7 @@ def generate(
 
     wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
     options = {
-        "system_prompt": prompt,
+        "system_prompt": system_prompt,
         "seed": seed,
         "max_seconds": max_streaming_seconds,
         "voice": voice,
@@ -135,7 +126,7 @@ def generate(
 
     def load(total_seconds: float) -> VoiceChat:
         worth_it = True if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS else compiled
-        return open_model(model, worth_it, speech_weights, kv_cache)
+        return open_model(model, LoadOptions(worth_it, speech_weights, kv_cache))
 
     _answer(_Asked(audio, max_seconds, extra_decoding_seconds, stream, as_json, targets, load, options, wanted))
 
@@ -181,7 +172,8 @@ def _answer(asked: _Asked) -> None:
         from mlx_voicechat.model import BLOCK_FRAMES  # only now: it imports MLX
 
         config = loaded.config
-        session = loaded.session(**asked.options, tools=sources.tools, wait_for_tools=True)
+        of_tools = {"tools": sources.tools, "wait_for_tools": True} if sources.tools else {}
+        session = loaded.session(**asked.options, **of_tools)
         if session.profile and wants_parts():
             from mlx_voicechat.gauges.parts import timed
 
@@ -212,6 +204,8 @@ def _answer(asked: _Asked) -> None:
     if summary:
         complain(summary)
     _fail_if_cut_short(session, last)
+    if recording.hint and not session.transcript:
+        note(recording.hint)
     _note_what_is_missing(session, asked.extra_seconds)
 
 

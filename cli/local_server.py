@@ -17,7 +17,6 @@ from .render import note
 from .serve import NOISY, SWITCH_SECONDS
 
 if TYPE_CHECKING:
-    from mlx_voicechat.tools import Tool
     from mlx_voicechat.voicechat import VoiceChat
 
 JOIN_SECONDS = 5.0  # for a server to end; it takes two at most
@@ -39,16 +38,11 @@ class LocalServer:
     def __enter__(self) -> LocalServer:
         return self
 
-    def start(
-        self,
-        model: str,
-        load: Callable[[], VoiceChat],
-        voice: str | None,
-        max_audio_seconds: float,
-        tools: tuple[Tool, ...] = (),
-        wait_for_tools: bool = False,
-    ) -> tuple[str, str]:
-        """Serve what `load` gives; returns address and key once it is warm. Raises what loading raises."""
+    def start(self, load: Callable[[], VoiceChat], **options: Any) -> tuple[str, str]:
+        """Serve what `load` gives; returns address and key once it is warm. Raises what loading raises.
+
+        `options` are those of `ServerSettings`; address and key are chosen here.
+        """
         import secrets
 
         from mlx_voicechat.server.app import create_app
@@ -61,14 +55,7 @@ class LocalServer:
         for name in (*NOISY, "mlx_voicechat.server"):
             logging.getLogger(name).setLevel(logging.ERROR)
         key = secrets.token_urlsafe(32)  # nobody else on this machine takes the one slot
-        settings = ServerSettings(
-            model=model,
-            api_key=key,
-            voice=voice,
-            max_audio_seconds=max_audio_seconds,
-            tools=tools,
-            wait_for_tools=wait_for_tools,
-        )
+        settings = ServerSettings(api_key=key, **options)
         self._listeners = listen(settings.host, 0)
         self._engine = Engine(load, settings)
         self._server = Server(create_app(self._engine, settings), settings)

@@ -28,7 +28,7 @@ class Program:
 
 
 class Process:
-    """One run of a server. `fault` says why it is over, once `over` is set; before its time alone."""
+    """One run of a server. Once it is over by itself, `over` is set and `fault` says why."""
 
     def __init__(self, program: Program) -> None:
         self.fault = ""

@@ -172,6 +172,8 @@ class EventLog:
         }
         line |= {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
         line.pop("samples", None)
+        if not line.get("cancelled"):  # said where it is so
+            line.pop("cancelled", None)
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

@@ -7,31 +7,36 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
 
 from mlx_voicechat.errors import InputError, VoiceChatError
+from mlx_voicechat.options import LoadOptions, SessionOptions
+from mlx_voicechat.server.settings import PROTOCOLS
 
 from .loading import open_model
 from .options import (
     DEFAULT_MODEL,
+    EXTRA_SECONDS,
+    LONGEST_SECONDS,
     TOOL_OPTIONS,
     Compiled,
+    ExtraSeconds,
     KeyValueCache,
     Mcp,
     McpConfig,
     McpTools,
     Model,
     OnHold,
+    OutputAudio,
+    Seed,
     SpeechWeights,
+    SystemPrompt,
     ToolCommand,
     ToolsFile,
     Voice,
-    extra_seconds,
-    not_negative,
     positive_seconds,
 )
 from .outputs import Outputs, Targets
@@ -56,18 +61,10 @@ OF_THE_MICROPHONE = (
     *OF_THE_CANCELLER,
 )
 OF_OUR_PROTOCOL = ("seed", "fast", "push_to_talk")
-PROTOCOLS = ("mlxcel", "openai", "duplex", "strict-v3")
 OF_THE_MODEL = ("model", "voice", "speech_weights", "kv_cache", "compiled", *TOOL_OPTIONS)
 
 # Options of this command alone
 File = Annotated[str | None, Option(metavar="PATH", help="Say a recording, not what the microphone hears; - is stdin.")]
-OutputAudio = Annotated[
-    Path | None, Option(metavar="FILE", help="Write the assistant's speech: WAV, 22050 Hz, mono, 16 bits.")
-]
-SystemPrompt = Annotated[
-    str | None, Option("-p", "--system-prompt", "--prompt", metavar="TEXT", help="The model's own if absent.")
-]
-Seed = Annotated[int, Option(metavar="N", callback=not_negative, help="Of the speech's noise: same seed, same speech.")]
 InputDevice = Annotated[str | None, Option(metavar="NAME", help="The microphone: its number, or a part of its name.")]
 OutputDevice = Annotated[str | None, Option(metavar="NAME", help="The loudspeaker: its number, or a part of its name.")]
 Duration = Annotated[
@@ -96,10 +93,6 @@ Url = Annotated[
 ApiKey = Annotated[
     str, Option(metavar="KEY", envvar="MLX_VOICECHAT_API_KEY", show_default=False, help="The server's key, if any.")
 ]
-ExtraSeconds = Annotated[
-    float,
-    Option(metavar="SECONDS", callback=extra_seconds, help="Silence after a recording, for answers: 0 to 600."),
-]
 MaxSeconds = Annotated[
     float, Option(metavar="SECONDS", callback=positive_seconds, help="The longest recording, or conversation here.")
 ]
@@ -112,8 +105,8 @@ def talk(
     context: typer.Context,
     file: File = None,
     output_audio: OutputAudio = None,
-    system_prompt: SystemPrompt = None,
-    seed: Seed = 0,
+    system_prompt: SystemPrompt = SessionOptions.system_prompt,
+    seed: Seed = SessionOptions.seed,
     list_devices: Annotated[bool, Option("--list-devices", help="List microphones and loudspeakers.")] = False,
     input_device: InputDevice = None,
     output_device: OutputDevice = None,
@@ -130,19 +123,19 @@ def talk(
     typed: Annotated[bool, Option("--type", help="strict-v3: what is typed is said; an empty line is a turn.")] = False,
     api_key: ApiKey = "",
     model: Model = DEFAULT_MODEL,
-    voice: Voice = None,
-    speech_weights: SpeechWeights = None,
-    kv_cache: KeyValueCache = "f32",
-    compiled: Compiled = None,
+    voice: Voice = SessionOptions.voice,
+    speech_weights: SpeechWeights = LoadOptions.speech_weights,
+    kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    compiled: Compiled = LoadOptions.compile,
     tools: ToolsFile = None,
     tool_command: ToolCommand = None,
     mcp: Mcp = None,
     mcp_config: McpConfig = None,
     mcp_tools: McpTools = None,
     on_hold: OnHold = None,
-    extra_decoding_seconds: ExtraSeconds = 3.0,
+    extra_decoding_seconds: ExtraSeconds = EXTRA_SECONDS,
     fast: Annotated[bool, Option("--fast", help="A recording as fast as it can be heard, not in real time.")] = False,
-    max_seconds: MaxSeconds = 3600.0,
+    max_seconds: MaxSeconds = LONGEST_SECONDS,
 ) -> None:
     """Talk with the model: print what is said as it comes, play what the assistant speaks. Ctrl-C ends it.
 
@@ -187,13 +180,13 @@ def talk(
             dialogue = _recital(files, file, max_seconds, extra_decoding_seconds, fast)
         if url is None:
             sources = files.enter_context(ToolSources(wanted, call.say))
-            seconds = max_seconds + extra_decoding_seconds
+            held = LoadOptions(compiled, speech_weights, kv_cache)
             url, api_key = here.start(
-                model,
-                lambda: sources.fit_to(open_model(model, compiled, speech_weights, kv_cache)),
-                voice,
-                seconds,
-                sources.tools,
+                lambda: sources.fit_to(open_model(model, held)),
+                model=model,
+                voice=voice,
+                max_audio_seconds=max_seconds + extra_decoding_seconds,
+                tools=sources.tools,
                 wait_for_tools=fast,
             )
         call.hold(dialogue, url, api_key)

@@ -20,7 +20,7 @@ from uvicorn.protocols.utils import ClientDisconnected
 
 from .access import Gate, refusal
 from .connection import FAILED, Connection, sessions_in_use
-from .dialects import DUPLEX, MLXCEL, OPENAI, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
+from .dialects import DUPLEX, MLXCEL, OPENAI, PATHS, REALTIME, STRICT_V3, Dialect, UnknownProtocol, chosen
 from .duplex_connection import DuplexConnection, DuplexSessions, waits_for_a_message
 from .engine import LOADING, READY, WARMING, Engine
 from .limits import RETRY_SECONDS
@@ -30,53 +30,42 @@ from .openai_connection import OpenAIConnection
 from .origins import Origins, normal
 from .page import page_paths, page_routes
 from .settings import ServerSettings
+from .strict_v3 import StrictV3Connection
 from .typed_voice import find_voice
 
-SERVED = (MLXCEL, OPENAI, DUPLEX)  # the dialects of this server
+SERVED = (MLXCEL, OPENAI, DUPLEX, STRICT_V3)  # the dialects of this server
 NOT_HERE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 END_SECONDS = 1.0  # for the frame that runs when the server ends
 
 log = logging.getLogger(__name__)
 
 
-def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
-    """The application around an engine, which starts and ends with it."""
-    started = time.time()
-    voice = find_voice(settings.typed_voice)
-    sessions = DuplexSessions()
+class Routes:
+    """What each route answers."""
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        engine.start(asyncio.get_running_loop())
-        yield
-        await engine.end(END_SECONDS)
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self._engine, self._settings = engine, settings
+        self._started = time.time()
+        self._voice = find_voice(settings.typed_voice)
+        self._sessions = DuplexSessions()
 
-    def connection(dialect: Dialect, websocket: WebSocket) -> Connection:
-        if dialect.name == MLXCEL:
-            return Mlxcel(websocket, engine, settings)
-        if dialect.name == DUPLEX:
-            return DuplexConnection(websocket, engine, settings, voice, sessions)
-        return OpenAIConnection(websocket, engine, settings, voice, dialect.beta)
-
-    async def realtime(websocket: WebSocket) -> None:
+    async def realtime(self, websocket: WebSocket) -> None:
+        """A conversation, in the dialect that is asked for."""
         try:
-            dialect = _dialect(websocket, settings)
+            dialect = _dialect(websocket, self._settings)
         except UnknownProtocol as unknown:
             message = f"There is no protocol {unknown}. Those of this server: {', '.join(SERVED)}."
             await websocket.send_denial_response(refusal(400, "unknown_protocol", message))
             return
-        if engine.state != READY:
-            await websocket.send_denial_response(_not_ready(engine))
+        if self._engine.state != READY:
+            await websocket.send_denial_response(_not_ready(self._engine))
             return
-        may_resume = dialect.name == DUPLEX and waits_for_a_message(websocket.query_params) and len(sessions) > 0
-        if not may_resume:
-            await sessions.make_room(engine)
-        if dialect.refused_at_the_upgrade and not may_resume and not await engine.room():
-            message = f"The server has {sessions_in_use(settings.max_sessions)} in use. Try again later."
+        if not await self._room(dialect, websocket):
+            message = f"The server has {sessions_in_use(self._settings.max_sessions)} in use. Try again later."
             await websocket.send_denial_response(refusal(503, "server_busy", message, Retry_After=str(RETRY_SECONDS)))
             return
         try:
-            await connection(dialect, websocket).run()
+            await self._connection(dialect, websocket).run()
         except ClientDisconnected:
             raise  # in the handshake; uvicorn knows
         except Exception:
@@ -84,42 +73,76 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
             with suppress(RuntimeError, WebSocketDisconnect):  # it may be closed already
                 await websocket.close(FAILED)
 
-    async def upgrade_required(request: Request) -> Response:
+    async def _room(self, dialect: Dialect, websocket: WebSocket) -> bool:
+        """Whether there is a free slot, where a dialect has to know that before the acceptance."""
+        if dialect.name == DUPLEX and waits_for_a_message(websocket.query_params) and len(self._sessions) > 0:
+            return True  # it may resume one that has its slot
+        await self._sessions.make_room(self._engine)
+        return not dialect.refused_at_the_upgrade or await self._engine.room()
+
+    def _connection(self, dialect: Dialect, websocket: WebSocket) -> Connection:
+        engine, settings, voice = self._engine, self._settings, self._voice
+        if dialect.name == MLXCEL:
+            return Mlxcel(websocket, engine, settings)
+        if dialect.name == STRICT_V3:
+            return StrictV3Connection(websocket, engine, settings, voice)
+        if dialect.name == DUPLEX:
+            return DuplexConnection(websocket, engine, settings, voice, self._sessions)
+        return OpenAIConnection(websocket, engine, settings, voice, dialect.beta)
+
+    async def upgrade_required(self, request: Request) -> Response:
+        """A conversation is no plain request."""
         message = f"{request.url.path} is a WebSocket: connect to it with a WebSocket client."
         return refusal(426, "upgrade_required", message, Upgrade="websocket", Connection="Upgrade")
 
-    async def health(request: Request) -> Response:
-        status = "busy" if engine.state == READY and engine.busy else engine.state
+    async def health(self, request: Request) -> Response:
+        """How the server is."""
+        state = self._engine.state
         body = {
-            "status": status,
-            "model": settings.model_id,
-            "sessions": {"active": engine.active, "max": settings.max_sessions},
+            "status": "busy" if state == READY and self._engine.busy else state,
+            "model": self._settings.model_id,
+            "sessions": {"active": self._engine.active, "max": self._settings.max_sessions},
             "protocols": SERVED,
-            "uptime_seconds": round(time.time() - started, 3),
+            "uptime_seconds": round(time.time() - self._started, 3),
         }
-        if engine.state == READY:
+        if state == READY:
             return JSONResponse(body)
         return JSONResponse(body, 503, {"Retry-After": str(RETRY_SECONDS)})
 
-    async def models(request: Request) -> Response:
-        model = {"id": settings.model_id, "object": "model", "created": int(started), "owned_by": "mlx-voicechat"}
-        return JSONResponse({"object": "list", "data": [{**model, "protocols": SERVED}]})
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        model = {"id": self._settings.model_id, "object": "model", "created": int(self._started)}
+        data = [{**model, "owned_by": "mlx-voicechat", "protocols": SERVED}]
+        return JSONResponse({"object": "list", "data": data})
 
-    async def metrics(request: Request) -> Response:
-        return Response(engine.metrics.text(), media_type=CONTENT_TYPE)
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus' text."""
+        return Response(self._engine.metrics.text(), media_type=CONTENT_TYPE)
 
-    async def not_here(request: Request) -> Response:
-        message = f"This model listens and speaks; it does not serve {request.url.path}. Use {prefix}{REALTIME}."
+    async def not_here(self, request: Request) -> Response:
+        """What other servers have at this path."""
+        here = f"{self._settings.api_prefix}{REALTIME}"
+        message = f"This model listens and speaks; it does not serve {request.url.path}. Use {here}."
         return refusal(501, "not_implemented", message)
 
-    prefix = settings.api_prefix
+
+def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
+    """The application around an engine, which starts and ends with it."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        engine.start(asyncio.get_running_loop())
+        yield
+        await engine.end(END_SECONDS)
+
+    answers, prefix = Routes(engine, settings), settings.api_prefix
     routes = [
-        *(WebSocketRoute(prefix + path, realtime) for path in PATHS),
-        *(Route(prefix + path, upgrade_required) for path in PATHS),
-        Route(prefix + "/health", health),
-        Route(prefix + "/v1/models", models),
-        Route(prefix + "/metrics", metrics),
-        *(Route(prefix + path, not_here, methods=["GET", "POST"]) for path in NOT_HERE),
+        *(WebSocketRoute(prefix + path, answers.realtime) for path in PATHS),
+        *(Route(prefix + path, answers.upgrade_required) for path in PATHS),
+        Route(prefix + "/health", answers.health),
+        Route(prefix + "/v1/models", answers.models),
+        Route(prefix + "/metrics", answers.metrics),
+        *(Route(prefix + path, answers.not_here, methods=["GET", "POST"]) for path in NOT_HERE),
         *page_routes(prefix),
         WebSocketRoute("/{path:path}", _no_socket),
     ]

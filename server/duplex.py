@@ -231,7 +231,7 @@ class DuplexSession(OpenAISession):
     # -- the engine's events -------------------------------------------------------------------------------------
 
     def deliver(self, event: Any) -> None:
-        if isinstance(event, FunctionFailed) and not self.ended:
+        if isinstance(event, FunctionFailed) and not self.ended and not self.prompt.operators:
             failed = self.stamp("function_call.done") | {"call_id": event.call_id or None, "name": None}
             self.emit("duplex.function_call.done", event=failed | {"arguments": event.raw, "reason": event.reason})
             return

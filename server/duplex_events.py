@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    from .duplex import DuplexSession
-
-Fields = dict[str, Any]
+Fields: TypeAlias = dict[str, Any]
+DuplexSession: TypeAlias = Any  # of the module that stands on this one
 
 
 def capabilities(max_sessions: int, frame_ms: int) -> Fields:

@@ -136,7 +136,7 @@ def playback_ack(session: DuplexSession, message: dict[str, Any], event_id: str 
 
 
 def _acknowledged(session: DuplexSession, message: dict[str, Any]) -> Item:
-    item_id, response_id = message.get("item_id"), message.get("response_id", session.last_response_id)
+    item_id, response_id = message.get("item_id"), message.get("response_id") or session.last_response_id
     if item_id is None and isinstance(response_id, str) and response_id in session.spoken:
         return session.spoken[response_id]
     try:

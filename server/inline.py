@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.websockets import WebSocket
 
-from ..client import DuplexClient, DuplexConnectionError, SessionConfig
+from mlx_voicechat.client import DuplexClient, DuplexConnectionError, SessionConfig
+
 from .duplex_connection import DuplexConnection, DuplexSessions
 from .engine import Engine
 from .settings import ServerSettings
@@ -26,8 +27,8 @@ from .sockets import SCOPE_KEY
 from .typed_voice import find_voice
 
 if TYPE_CHECKING:
-    from ..client.link import Transport
-    from ..voicechat import VoiceChat
+    from mlx_voicechat.client.link import Transport
+    from mlx_voicechat.voicechat import VoiceChat
 
 UNREAD_MESSAGES = 64  # beyond it the client counts as one that does not read
 UNTAKEN_MESSAGES = 8  # of the client, beyond which it waits
@@ -48,7 +49,7 @@ class InlineDuplexClient(DuplexClient):
         model: str | VoiceChat | Callable[[], VoiceChat],
         *,
         config: SessionConfig | None = None,
-        seconds: float = 600.0,
+        seconds: float | None = ServerSettings.max_audio_seconds,
         typed_voice: str | None = None,
     ) -> None:
         name = model if isinstance(model, str) else "model"
@@ -169,6 +170,6 @@ class InlineTransport:
 
 
 def _loaded(model: str | VoiceChat) -> VoiceChat:
-    from .. import load
+    from mlx_voicechat import load
 
     return load(model) if isinstance(model, str) else model

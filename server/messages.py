@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mlx_voicechat.events import Event
-from mlx_voicechat.tools import Tool as OwnTool
+from mlx_voicechat.options import SessionOptions
+
+if TYPE_CHECKING:
+    from mlx_voicechat.tools import Tool as OwnTool
 
 # To the engine
 
@@ -52,7 +55,8 @@ class Open:
     turns: Owner = "model"
     pace: Pace | None = None
     history: tuple[str, ...] = ()
-    wait_for_tools: bool = False
+    wait_for_tools: bool = SessionOptions.wait_for_tools
+    tool_timeout: float = SessionOptions.tool_timeout
 
     @property
     def stepped(self) -> bool:
@@ -198,6 +202,7 @@ class Speech:
     codes: tuple[int, ...]
     cancelled: bool = False  # of a turn that is being driven to its end
     unheard: bool = False  # no audio was there: the model heard silence in its place
+    seconds: float = 0.0  # that the model took
 
 
 @dataclass(frozen=True)

@@ -101,10 +101,10 @@ def session_options(
         raise Wrong("session_initialization_failed", f"session.system_prompt is longer than {limit}.")
     seed = 0 if seed is None else seed
     need(is_integer(seed) and seed >= 0, "session.seed must be an integer of at least 0", seed)
-    seconds = settings.max_audio_seconds if seconds is None else seconds
+    seconds = settings.audio_seconds if seconds is None else seconds
     numeric = is_integer(seconds) or isinstance(seconds, float)
     need(numeric and seconds > 0, "session.max_streaming_seconds must be a number above 0", seconds)
-    seconds = float(min(seconds, settings.max_audio_seconds))
+    seconds = float(min(seconds, settings.audio_seconds))
     return messages.Open(prompt, seed, seconds, settings.tools, turns, wait_for_tools=settings.wait_for_tools)
 
 

@@ -1,7 +1,7 @@
 """A session in OpenAI's Realtime vocabulary, without its socket: the engine's events in, server events out.
 
-The wire's session: it has a place at the engine from the connection on, and opens the model's session when it knows
-what that is to be: a short while after an update, or at the first audio or request for a response.
+The wire's session: it has a place at the engine from the connection on, and the model's session when it is known what
+that is to be.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .items import Items, new_id
 from .openai_config import SERVER_VAD, SessionConfig
 from .openai_events import ServerEvent, error_fields, server_event
 from .openai_input import Ear, Utterances
+from .openai_prompt import Prompt
 from .openai_responses import Response
 from .settings import ServerSettings
 from .typed_voice import TypedVoice
 from .wire_audio import Decoder, WireFormat
 
-QUIET_SECONDS = 0.2  # without another update, after which the model reads its prompt
 RESULT_SECONDS = 1.0  # for response.create to come after a call's result; then the model gets it all the same
 PATIENCE_FRAMES = 15  # for the model to open its turn by itself where a response was asked for after speech
 
@@ -69,6 +69,8 @@ class OpenAISession:
         self.config = self._first_config()
         self.items = Items()
         self.ear = Ear(self._hear, self._activity)
+        self.prompt = Prompt(self.put, self._updated, self.items, settings)
+        self.prompt.first(self.config)
         self.utterances = Utterances(self.emit, self.items, beta, self._unanswered)
         self.response: Response | None = None
         self.calls: dict[str, str | None] = {}  # open calls and the results that wait to be given
@@ -83,15 +85,10 @@ class OpenAISession:
         self._send, self._close = send, close
         self._decoder: Decoder | None = None
         self._slot: Slot | None = None
-        self._begun = False  # the model's session was asked for
-        self._in_force: list[dict[str, Any]] = []  # session objects that session.updated waits to say
-        self._change_waits = False
-        self._touched = False  # something was heard or said
         self._typing = False  # what the model hears now was typed
         self._dropping = False  # the agent's turn was interrupted, and has not ended
         self._delta_sent = False
         self._heard_frames = 0
-        self._opening_timer: asyncio.TimerHandle | None = None
         self._result_timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -119,9 +116,9 @@ class OpenAISession:
     def end(self) -> None:
         """Nobody is there any more."""
         self.ended = True
-        for timer in (self._opening_timer, self._result_timer):
-            if timer is not None:
-                timer.cancel()
+        self.prompt.stop()
+        if self._result_timer is not None:
+            self._result_timer.cancel()
         if self._task is not None:
             self._task.cancel()
         if self._slot is not None:
@@ -152,6 +149,11 @@ class OpenAISession:
         """Audio that the model has not heard."""
         waiting = 0.0 if self._slot is None else self._slot.waiting_seconds
         return waiting + self.ear.waiting_samples / self.engine.config.input_rate_hz
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no response is under way."""
+        return not self.at_work and not self.calls
 
     @property
     def at_work(self) -> bool:
@@ -185,6 +187,9 @@ class OpenAISession:
 
     # -- the model's session -------------------------------------------------------------------------------------
 
+    def _updated(self, session: dict[str, Any]) -> None:
+        self.emit("session.updated", session=session)
+
     def put(self, request: messages.Request) -> None:
         """Hand the engine a request."""
         if self._slot is not None:
@@ -197,52 +202,7 @@ class OpenAISession:
             self._decoder = None
         if config.turn_detection != before.turn_detection:
             self._listen_as_configured()
-        shown = self.session_object()
-        if not self._begun:
-            self._open_after(QUIET_SECONDS)
-            self.emit("session.updated", session=shown)
-        elif (config.prompt, config.owner) == (before.prompt, before.owner):
-            self.emit("session.updated", session=shown)
-        else:
-            self._in_force.append(shown)
-            self._change_waits = True
-            if not self.at_work and not self.calls:
-                self._change()
-
-    def _open_after(self, seconds: float) -> None:
-        if self._opening_timer is not None:
-            self._opening_timer.cancel()
-        self._opening_timer = self.loop.call_later(seconds, self.open)
-
-    def open(self) -> None:
-        """Let the model read its prompt, if it has not."""
-        if self._begun or self.ended:
-            return
-        self._begun = True
-        if self._opening_timer is not None:
-            self._opening_timer.cancel()
-        self._put_open(())
-
-    def _put_open(self, history: tuple[str, ...]) -> None:
-        prompt, tools = self.config.prompt
-        self.put(
-            messages.Open(
-                system_prompt=prompt,
-                seed=0,
-                max_seconds=self.settings.max_audio_seconds,
-                tools=tools,
-                turns=self.config.owner,
-                pace=messages.Pace(),
-                history=history,
-            )
-        )
-
-    def _change(self) -> None:
-        """Open anew, with the conversation so far: the model reads its prompt only at the start."""
-        self._change_waits = False
-        names = {"user": "User", "assistant": "Assistant", "system": "System"}
-        turns = self.items.history() if self._touched else []
-        self._put_open(tuple(f"{names[role]}: {text}" for role, text in turns))
+        self.prompt.update(config, self.session_object(), self._idle)
 
     def _listen_as_configured(self) -> None:
         turn = self.config.turn_detection
@@ -265,7 +225,7 @@ class OpenAISession:
         samples = self._decoder.push(data)
         self.uncommitted_ms += form.milliseconds(len(data))
         self.input_ms += form.milliseconds(len(data))
-        self.open()
+        self.prompt.open()
         self.ear.audio(samples)
         return samples
 
@@ -278,7 +238,7 @@ class OpenAISession:
             self.utterances.stop(activity.at_ms)
             self.uncommitted_ms = 0.0
             return
-        self._touched = True
+        self.prompt.touched = True
         self.utterances.start(activity.at_ms)
         if self.config.interrupts and self.response is not None:
             self.interrupt("turn_detected")
@@ -298,11 +258,11 @@ class OpenAISession:
     async def ask(self, metadata: dict[str, Any] | None) -> None:
         """A response was asked for, and nothing is open: speak what was typed, and open the agent's turn."""
         self.wanted, self.turn_due = metadata, True
-        self.open()
+        self.prompt.open()
         texts, self.typed = self.typed, []
         heard = self.utterances.current is not None
         if texts and self.voice is not None:
-            self._touched = heard = self._typing = True
+            self.prompt.touched = heard = self._typing = True
             samples = await self.voice.speak(" ".join(texts))
             self.put(messages.BeginTurn())
             self.put(messages.Append(samples.tobytes()))
@@ -330,7 +290,7 @@ class OpenAISession:
 
     def _respond(self) -> Response:
         """A new response; all of its question comes first."""
-        self._touched = True
+        self.prompt.touched = True
         self.utterances.answered(self.ear.heard_ms)
         if self.ear.detector is not None and self.ear.detector.speaking:
             self.ear.forget()
@@ -353,8 +313,8 @@ class OpenAISession:
         return response
 
     def _after_turn(self) -> None:
-        if self._change_waits and not self.at_work and not self.calls:
-            self._change()
+        if self._idle:
+            self.prompt.change()
 
     # -- the engine's events -------------------------------------------------------------------------------------
 
@@ -365,9 +325,7 @@ class OpenAISession:
             handle(self, event)
 
     def _opened(self, _: messages.Opened) -> None:
-        shown, self._in_force = self._in_force, []
-        for session in shown:
-            self.emit("session.updated", session=session)
+        self.prompt.opened()
 
     def _opening_failed(self, event: messages.OpeningFailed) -> None:
         self._slot = None
@@ -384,7 +342,7 @@ class OpenAISession:
 
     def _transcript(self, event: TranscriptDelta) -> None:
         if not self._typing:
-            self._touched = True
+            self.prompt.touched = True
             self.utterances.heard(event.delta)
 
     def _answering(self, _: messages.Answering) -> None:
@@ -430,6 +388,8 @@ class OpenAISession:
         self._after_turn()
 
     def _function_call(self, event: FunctionCall) -> None:
+        if self.prompt.operators:  # it runs here, and is not the client's
+            return
         response = self.response
         if response is not None and response.item is not None:
             response.end("completed")

@@ -103,7 +103,7 @@ class Response:
         if item is not None:
             self._close_message(item, outcome)
         self.open = False
-        details = None if outcome == "completed" else {"type": outcome, "reason": reason}
+        details: dict[str, Any] | None = None if outcome == "completed" else {"type": outcome, "reason": reason}
         if outcome == "failed":
             details = {"type": "failed", "error": {"type": "server_error", "code": reason}}
         self._emit("response.done", response=self.as_json(outcome, details))

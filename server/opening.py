@@ -33,7 +33,7 @@ def opening(
         options["system_prompt"] = prompt_with(prompt, request.history, model.tokenizer)
     if request.stepped:
         options |= {"tools": _tools(request.tools), "turns": request.turns, "turn_events": request.pace is not None}
-        options |= {"wait_for_tools": request.wait_for_tools}
+        options |= {"wait_for_tools": request.wait_for_tools, "tool_timeout": request.tool_timeout}
     session = yield from model.opening(**options)
     return session
 

@@ -23,6 +23,7 @@ class Pacer:
         self._quiet_from = now  # before it the client may still send what belongs to the last piece
         self._silence_at = now  # the next frame of silence in real time
         self._played_at = now  # when all speech so far will have been played
+        self._still_from: float | None = None
 
     def heard(self, now: float) -> None:
         """Audio came."""
@@ -31,6 +32,19 @@ class Pacer:
     def no_more(self, now: float) -> None:
         """The client has said that no audio comes now."""
         self._quiet_from = now
+
+    def stand_still(self, now: float) -> None:
+        """No time passes from now on."""
+        self._still_from = now
+
+    def go_on(self, now: float) -> None:
+        """Time passes again."""
+        if self._still_from is not None:
+            still = now - self._still_from
+            self._quiet_from, self._silence_at, self._played_at = (
+                at + still for at in (self._quiet_from, self._silence_at, self._played_at)
+            )
+            self._still_from = None
 
     def due(self, audio: bool, speaking: bool, calling: bool) -> float | None:
         """The moment of the next frame, which may be past; None while there is none to come."""

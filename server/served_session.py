@@ -186,6 +186,8 @@ class ServedSession:
 
     def _pause(self, request: messages.Pause) -> None:
         self._paused = request.paused
+        if self._pacer is not None:
+            (self._pacer.stand_still if request.paused else self._pacer.go_on)(self._now())
 
     def _cancel(self, request: messages.Cancel) -> None:
         rest: list[EngineEvent] = [request for request in self._waiting if isinstance(request, Relay)]
@@ -293,9 +295,9 @@ class ServedSession:
             self._pacer.ran(self._now(), audio, self._session.turn == "agent")
         if events and isinstance(events[-1], LimitReached):
             message = f"The session's limit of {events[-1].seconds:g} s is reached. Commit, and open a new one."
-            self._tell([*self._told(events[:-1]), Refused(message, event_id)])
+            self._tell([*self._told(events[:-1], seconds), Refused(message, event_id)])
         else:
-            self._tell(self._told(events, unheard=not audio))
+            self._tell(self._told(events, seconds, unheard=not audio))
         return seconds if spoke else None
 
     def _heard(self, request: Append, end: int) -> None:
@@ -330,8 +332,8 @@ class ServedSession:
         if events:
             self._send(events, False)
 
-    def _told(self, events: list[Event], unheard: bool = False) -> list[EngineEvent]:
-        """A session's events as they cross; what ended a turn comes before its frame's own events."""
+    def _told(self, events: list[Event], seconds: float = 0.0, unheard: bool = False) -> list[EngineEvent]:
+        """A session's events as they cross; what ended a turn comes before its frame's own, of so many seconds."""
         told: list[EngineEvent] = []
         if events and isinstance(events[-1], AudioFrame):
             told += self._interrupted(events[-1].frame_index)
@@ -341,7 +343,9 @@ class ServedSession:
             if isinstance(event, AudioFrame):
                 self.backlog.frames_told += 1
                 cancelled = getattr(event, "cancelled", False)
-                told.append(Speech(event.frame_index, event.samples.tobytes(), event.codes, cancelled, unheard))
+                told.append(
+                    Speech(event.frame_index, event.samples.tobytes(), event.codes, cancelled, unheard, seconds)
+                )
             else:
                 assert not isinstance(event, LimitReached)
                 told.append(event)

@@ -1,5 +1,6 @@
 """Spoken questions that need a tool, through the commands and a server, on the talking checkpoint."""
 
+import base64
 import json
 import re
 import shlex
@@ -12,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile as sf
+import soxr
 
 from mlx_voicechat.cli import tool_sources
 from mlx_voicechat.cli.main import run
+from mlx_voicechat.sound.pcm import pcm16
 from mlx_voicechat.tools import Tool
 from tests.support.caller import Caller, append, calling
+from tests.support.openai_caller import talking
 from tests.support.server import running_server, serve_process
 
 ROOT = Path(__file__).parents[1]
@@ -266,6 +270,21 @@ def test_turns_of_ones_own() -> None:
         assert frames_of(caller) == list(range(len(frames_of(caller))))  # one for each that was heard
         assert heard <= len(frames_of(caller)) <= heard + 1
         assert caller.events[-1]["frame_index"] == len(frames_of(caller))
+
+
+def test_clients_of_other_dialects_are_offered_them_too() -> None:
+    speech = sf.read(WEATHER, dtype="float32")[0]
+    pcm = pcm16(soxr.resample(np.pad(speech, (0, 5 * 16000)), 16000, 24000)).tobytes()
+    with running_server("tiny", tools=(WEATHER_TOOL,)) as server, talking(server.ws_url) as talker:
+        for at in range(0, len(pcm), 9600):
+            piece = base64.b64encode(pcm[at : at + 9600]).decode()
+            talker.send({"type": "input_audio_buffer.append", "audio": piece})
+        texts: list[str] = []
+        while not texts:
+            talker.receive(60)
+            texts = [e["transcript"] for e in talker.events if e["type"] == "response.output_audio_transcript.done"]
+    assert texts == ["It is raining in Paris."]
+    assert not any("function_call" in json.dumps(event) for event in talker.events)
 
 
 def test_messages_and_options_that_do_not_go_together() -> None:

@@ -4,6 +4,7 @@ import io
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import soundfile
 
 from mlx_voicechat.sound.recordings import read_all, read_audio
-from tests.test_audio import M4A, RATE, copying, encoded, install, refused, tools
+from tests.test_audio import M4A, RATE, Pipe, copying, encoded, install, refused, tools
 
 __all__ = ["tools"]  # a fixture
 
@@ -151,3 +152,33 @@ def test_what_else_ffmpeg_reads_is_given_to_it(tmp_path: Path, name: str, option
 
 def dbfs(samples: np.ndarray) -> float:
     return float(10 * np.log10(np.mean(np.square(samples))))
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        (np.stack([of_noise(1), -of_noise(1)], axis=1), "cancel each other out"),
+        (np.stack([of_noise(1), -0.97 * of_noise(1)], axis=1), "cancel each other out"),
+        (np.stack([of_noise(1), 0 * of_noise(1)], axis=1), ""),
+        (np.stack([of_noise(1), of_noise(1)[::-1]], axis=1), ""),
+        (0.005 * of_noise(1), r"nearly silent: its loudest sample is at -5\d dB of full scale\."),
+        (0 * of_noise(1), r"nearly silent: its loudest sample is zero\."),
+        (0.1 * of_noise(1), ""),
+    ],
+)
+def test_why_nothing_may_be_understood(tmp_path: Path, samples: np.ndarray, words: str) -> None:
+    soundfile.write(tmp_path / "x.wav", samples, RATE)
+    with read_audio(tmp_path / "x.wav") as reader:
+        reader.read_all()
+        assert re.search(words, reader.hint) if words else reader.hint == ""
+
+
+def test_no_usable_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", none)
+    monkeypatch.setattr(sys, "stdin", Pipe(encoded(of_noise(1), "WAV")))
+    said = str(refused("-"))
+    assert "Cannot read standard input: there is no usable temporary folder (No usable temporary directory" in said
+    assert "TMPDIR" in said

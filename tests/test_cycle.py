@@ -259,13 +259,16 @@ def test_dropping_it_in_each_state(state: CycleState) -> None:
     ]
     assert cycle.state == CycleState.IDLE
     assert cycle.drop(4) == []
+    end = "<SPECIAL_22><SPECIAL_12><SPECIAL_12>"
     closing = {
         CycleState.IDLE: "",
-        CycleState.CALLING: '<SPECIAL_21><TOOL_RESPONSE>[{"error": "cancelled"}]</TOOL_RESPONSE><SPECIAL_22>',
-        CycleState.WAITING: '<TOOL_RESPONSE>[{"error": "cancelled"}]</TOOL_RESPONSE><SPECIAL_22>',
-        CycleState.INJECTING: "<TOOL_RESPONSE>[5]</TOOL_RESPONSE><SPECIAL_22>",
-        CycleState.CLOSING: "<SPECIAL_22>",
+        CycleState.CALLING: f'<SPECIAL_21><TOOL_RESPONSE>[{{"error": "cancelled"}}]</TOOL_RESPONSE>{end}',
+        CycleState.WAITING: f'<TOOL_RESPONSE>[{{"error": "cancelled"}}]</TOOL_RESPONSE>{end}',
+        CycleState.INJECTING: f"<TOOL_RESPONSE>[5]</TOOL_RESPONSE>{end}",
+        CycleState.CLOSING: end,
     }
+    assert cycle.opens(len(cycle.known)) is (state != CycleState.IDLE)
+    assert not cycle.opens(len(cycle.known) - 1)
     assert cycle.dropped is (state != CycleState.IDLE)
     assert inject(cycle) == closing[state]
     assert not cycle.dropped

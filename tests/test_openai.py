@@ -68,13 +68,14 @@ def scene(
     model: TurnModel | None = None,
     voice: Any = None,
     beta: bool = False,
+    seconds: float = 3600.0,
 ) -> Client:
     """Run a conversation to its end; its client."""
     clients: list[Client] = []
 
     async def main() -> None:
         engine = VirtualEngine(model or TurnModel())
-        client = Client(engine, beta=beta, voice=voice)
+        client = Client(engine, beta=beta, voice=voice, seconds=seconds)
         clients.append(client)
         await body(client, engine)
         client.session.end()
@@ -600,11 +601,10 @@ def test_a_model_that_fails() -> None:
 
 def test_the_limit_of_a_session() -> None:
     async def body(client: Client, engine: VirtualEngine) -> None:
-        object.__setattr__(client.settings, "max_audio_seconds", 5.0)
         client.send(said(0.5))
         await client.until("error", seconds=20)
 
-    client = scene(body)
+    client = scene(body, seconds=5.0)
     assert (client.of("error")[0]["error"]["code"], client.closed) == ("session_limit_reached", 1000)
     assert client.loop.time() > 4
 

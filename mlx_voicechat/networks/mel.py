@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +16,7 @@ def _filter_bank() -> Any:
     try:
         from librosa.filters import mel
     except RuntimeError:
-        import numba
-
-        config: Any = numba.config
+        config: Any = import_module("numba.core.config")
         before, config.DISABLE_JIT = config.DISABLE_JIT, True  # the filter bank needs nothing that is compiled
         try:
             from librosa.filters import mel

@@ -5,6 +5,7 @@ soundfile is imported where it is used, so that importing this module is cheap.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import stat
@@ -27,6 +28,8 @@ STDIN = "-"
 INPUT_RATE_HZ = 16_000  # what the recogniser of every released checkpoint hears
 RATES_HZ = range(4_000, 768_001)  # 8..192 kHz and an octave or two on both sides; the rest are broken headers
 LEAST_MISSING_SECONDS, MISSING_PART = 0.1, 0.005  # below them, an encoder's padding or a rounded length
+CANCELLED_PART = 1e-3  # of the channels' energy: less is left of it when they are mixed
+FAINT_PEAK = 0.003  # -50 dB of full scale: too faint for a voice
 PCM_SUBTYPES = {"PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "ULAW", "ALAW"}
 
 
@@ -106,7 +109,11 @@ class AudioReader:
             raise self._fail(getattr(fault, "strerror", None) or str(fault)) from None
 
     def _temporary_folder(self) -> Path:
-        return Path(self._temporary.enter_context(tempfile.TemporaryDirectory(prefix="mlx-voicechat-")))
+        try:
+            return Path(self._temporary.enter_context(tempfile.TemporaryDirectory(prefix="mlx-voicechat-")))
+        except OSError as fault:
+            why = f"there is no usable temporary folder ({fault.strerror or fault})"
+            raise self._fail(why, "Set TMPDIR to a folder that can be written to.") from None
 
     def _spooled(self, source: BinaryIO) -> Path:
         copy = self._temporary_folder() / "input"
@@ -215,6 +222,7 @@ class AudioReader:
         import soundfile
 
         at = 0
+        self._peak, self._energy, self._mixed_energy = 0.0, 0.0, 0.0
         with self._decoder() as stream:
             while True:
                 try:
@@ -234,7 +242,23 @@ class AudioReader:
                     raise self._fail(f"it holds {mono[loud[0]]:g} at second {where}, and full scale is 1")
                 at += len(mono)
                 self._check_length(at)
+                self._peak = max(self._peak, float(np.abs(block).max()))
+                self._energy += float(np.square(block).mean(axis=1).sum())
+                self._mixed_energy += float(np.square(mono).sum())
                 yield mono
+
+    @property
+    def hint(self) -> str:
+        """Why nothing may be understood in what was read, a line, or empty: cancelled channels, or next to no sound."""
+        if self._mixed_energy < CANCELLED_PART * self._energy:
+            return (
+                f"the channels of {self.name} cancel each other out when mixed: one is the other upside down. "
+                "Give it one of them."
+            )
+        if self._peak < FAINT_PEAK:
+            level = f"at {20 * math.log10(self._peak):.0f} dB of full scale" if self._peak else "zero"
+            return f"{self.name} is nearly silent: its loudest sample is {level}."
+        return ""
 
     def _check_length(self, frames: int) -> None:
         if self.max_seconds is not None and frames > self.max_seconds * self.source_rate_hz:

@@ -147,7 +147,7 @@ class Channel:
     def collect(self, index: int) -> list[Event]:
         """Take the results of functions that have ended."""
         events: list[Event] = []
-        for outcome in self.runner.ended():
+        for outcome in self.runner.ended() if self.runner.pending else []:
             call_id = outcome.call_id
             if not self.cycle.is_open(call_id):
                 continue

@@ -11,7 +11,10 @@ const SPEAKERS = {
   "response.function.delta": ["function", "text"],
 };
 
-/** Turns {speaker, text, frame} in the order they began; the server's cumulative texts are the truth. */
+/**
+ * Turns {speaker, text, frame} in the order they began; the server's cumulative texts are the truth. One that is no more
+ * than its delta has begun anew, as a transcript does with each turn of push to talk.
+ */
 export class Captions {
   constructor() {
     this.turns = [];
@@ -29,8 +32,9 @@ export class Captions {
     const all = String(event[field] ?? "");
     const frame = event.frame_index;
     let channel = this.channels.get(speaker);
-    if (!channel || this.isOver(channel, frame)) {
-      channel = { turn: null, from: channel?.length ?? 0 };
+    const anew = all.length < (channel?.length ?? 0) && all.trim() === String(event.delta ?? "").trim();
+    if (!channel || anew || this.isOver(channel, frame)) {
+      channel = { turn: null, from: anew ? 0 : (channel?.length ?? 0) };
       this.channels.set(speaker, channel);
     }
     channel.length = all.length;

@@ -39,6 +39,15 @@ test("the cumulative text is the truth, also when it is revised", () => {
   assert.deepEqual(brief(captions), ["assistant: café", "assistant: "]);
 });
 
+test("a transcript that begins anew is a new turn", () => {
+  const captions = new Captions();
+  captions.take(heard(5, "What is it?", "What is it?"));
+  captions.take(said(9, "That.", "That."));
+  captions.take(heard(20, "And", "And"));
+  captions.take(heard(21, " now?", "And now?"));
+  assert.deepEqual(brief(captions), ["user: What is it?", "assistant: That.", "user: And now?"]);
+});
+
 test("function text is a speaker apart and divides nobody's turn; other events are none", () => {
   const captions = new Captions();
   captions.take(said(0, "Wait", "Wait"));

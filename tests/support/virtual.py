@@ -56,10 +56,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Run a coroutine on a virtual clock; its result."""
+    """Run a coroutine on a virtual clock; its result. What a callback or task raised is raised here."""
     loop = VirtualLoop()
+    faults: list[Any] = []
+    loop.set_exception_handler(lambda _, context: faults.append(context))
     try:
-        return loop.run_until_complete(main())
+        result = loop.run_until_complete(main())
+        for context in faults:
+            raise context.get("exception") or AssertionError(context["message"])
+        return result
     finally:
         for task in asyncio.all_tasks(loop):
             task.cancel()
@@ -158,8 +163,15 @@ class VirtualEngine:
 class Client:
     """One client of a session, its socket left out."""
 
-    def __init__(self, engine: VirtualEngine, duplex: bool = False, beta: bool = False, voice: Any = None) -> None:
-        self.settings = ServerSettings(model="fake", max_audio_seconds=3600.0)
+    def __init__(
+        self,
+        engine: VirtualEngine,
+        duplex: bool = False,
+        beta: bool = False,
+        voice: Any = None,
+        seconds: float = 3600.0,
+    ) -> None:
+        self.settings = ServerSettings(model="fake", max_audio_seconds=seconds)
         self.events: list[dict[str, Any]] = []
         self.order = Order(beta)
         self.closed: int | None = None
@@ -187,6 +199,13 @@ class Client:
         self.order.take(wire)
         self.session.frames_left(event.frames)
         self.more.set()
+
+    def take_resumed(self, event: ServerEvent) -> None:
+        """An event of the session on another socket; what greets it is no part of the conversation."""
+        if event.name == "session.resumed":
+            self.session.frames_left(event.frames)
+        else:
+            self.take(event)
 
     def close(self, code: int) -> None:
         self.closed = code
