@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from typer import Option
 
+from mlx_voicechat.options import LoadOptions
+
 from .conversation import INTERRUPTED, Interrupt
-from .options import DEFAULT_MODEL, KeyValueCache, ModelArgument, SpeechWeights
+from .options import COMPILED, DEFAULT_MODEL, KeyValueCache, ModelArgument, SpeechWeights, option_of
 from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import Output, note, progress_bar
-
-if TYPE_CHECKING:
-    from mlx_voicechat.weights.precision import Choice
 
 STAGE_WIDTH, NUMBER_WIDTH = 12, 9
 
@@ -31,14 +30,21 @@ def bench(
     model: ModelArgument = DEFAULT_MODEL,
     frames: Annotated[int, Option(metavar="N", min=1, help="Frames of 80 ms; the first five are not timed.")] = 250,
     compiled: Annotated[
-        bool, Option("--compile/--no-compile", help="Fuse kernels first; on a CPU that takes a while.")
+        bool,
+        option_of(
+            LoadOptions,
+            "compile",
+            *COMPILED,
+            help="Fuse kernels first; on a CPU that takes a while.",
+            show_default=True,
+        ),
     ] = True,
     bandwidth: Annotated[
         float | None,
         Option(metavar="GBPS", callback=_bandwidth, help="Memory bandwidth in GB/s for the floor; else measured."),
     ] = None,
-    speech_weights: SpeechWeights = None,
-    kv_cache: KeyValueCache = "f32",
+    speech_weights: SpeechWeights = LoadOptions.speech_weights,
+    kv_cache: KeyValueCache = LoadOptions.kv_cache,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not tables.")] = False,
 ) -> None:
     """Measure a model on this machine: frame times, launches, memory, and what memory traffic alone would take.
@@ -56,10 +62,8 @@ def bench(
         report, every_frame = measure(
             model,
             frames,
-            compile=compiled,
+            LoadOptions(compiled, speech_weights, kv_cache),
             bandwidth_gbps=bandwidth,
-            speech_weights=cast("Choice | None", speech_weights),
-            kv_cache=kv_cache,
             parts=wants_parts(),
             say=note,
             progress=lambda done: bar.update(done - bar.n),

@@ -83,6 +83,7 @@ class Capture:
         self._resampler = Resampler(device_hz, rate_hz)
         self._lost = 0
         self.overflows = 0  # times that the system had to drop samples
+        self.bad = 0  # samples that were no numbers
         self.peak = 0.0  # of all that was taken
 
     @property
@@ -107,10 +108,13 @@ class Capture:
         self.overflows += bool(status.input_overflow)
 
     def take(self) -> Samples:
-        """What has come since, resampled (S,), possibly nothing."""
+        """What has come since, resampled (S,), possibly nothing; a sample that is no number is silence."""
         import numpy as np
 
         block = _drained(self._ring)
+        bad = ~np.isfinite(block)
+        self.bad += int(bad.sum())
+        block[bad] = 0
         if len(block):
             self.peak = max(self.peak, float(np.abs(block).max()))
         return self._resampler.push(block)

@@ -76,6 +76,7 @@ class Wire(Protocol):
     """What a dialogue needs of a connection, whatever dialect it speaks; `MlxcelWire` says what each means."""
 
     model: str
+    tools: tuple[str, ...]
     frame_samples: int
     input_rate_hz: int
     output_rate_hz: int
@@ -103,6 +104,7 @@ class MlxcelWire:
         self._socket = socket
         self._address = address
         self.model = ""
+        self.tools: tuple[str, ...] = ()
         self.frame_samples = 0
         self.input_rate_hz = self.output_rate_hz = 0
 
@@ -118,14 +120,22 @@ class MlxcelWire:
             self.input_rate_hz = int(session["input_audio_format"]["sample_rate"])
             self.output_rate_hz = int(session["output_audio_format"]["sample_rate"])
 
-    async def open(self, system_prompt: str | None = None, seed: int = 0, max_seconds: float | None = None) -> None:
-        """Begin the conversation."""
+    async def open(
+        self,
+        system_prompt: str | None = None,
+        seed: int = 0,
+        max_seconds: float | None = None,
+        own_turns: bool = False,
+    ) -> None:
+        """Begin the conversation; with `own_turns`, `begin_turn` and `end_turn` say when the user speaks."""
         wanted = {"system_prompt": system_prompt, "seed": seed, "max_streaming_seconds": max_seconds}
+        wanted |= {"extensions": True, "turns": "application" if own_turns else None}
         session = {name: value for name, value in wanted.items() if value is not None}
         await self._send({"type": "session.update", "session": session})
         updated = (await self._answer("session.updated", OPEN_SECONDS))["session"]
         with self._understanding():
             self.model, self.frame_samples = str(updated["model"]), int(updated["frame_samples"])
+            self.tools = tuple(map(str, updated.get("tools", ())))
 
     async def append(self, samples: npt.ArrayLike) -> None:
         """Say float samples (S,); waits while the server takes no more."""
@@ -145,6 +155,14 @@ class MlxcelWire:
     async def interrupt(self) -> None:
         """End the assistant's turn at the next frame; then Interrupted."""
         await self._send({"type": "response.interrupt"})
+
+    async def begin_turn(self) -> None:
+        """Begin the user's turn, which ends the assistant's; then Interrupted. Of a conversation with own turns."""
+        await self._send({"type": "turn.begin"})
+
+    async def end_turn(self) -> None:
+        """End the user's turn: it is answered."""
+        await self._send({"type": "turn.end"})
 
     async def close(self) -> None:
         """Hang up; a server drops an unfinished conversation then."""
@@ -227,6 +245,7 @@ class _Understanding:
 def _event(message: dict[str, Any]) -> Event | Notice | None:
     """A server's message as an event; None for one that needs no attention (pong, committed, what is yet unknown)."""
     from mlx_voicechat import AudioFrame, Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
+    from mlx_voicechat.events import FailureReason, FunctionApplied, FunctionCall, FunctionFailed
 
     kind = message["type"]
     if kind == "response.audio.delta":
@@ -237,6 +256,14 @@ def _event(message: dict[str, Any]) -> Event | Notice | None:
         make = TextDelta if kind == "response.text.delta" else FunctionDelta
         index, token = int(message["frame_index"]), int(message["token_id"])
         return make(index, token, str(message["delta"]), str(message["text"]))
+    if kind == "tool.call":
+        arguments = dict(message["arguments"])
+        return FunctionCall(int(message["frame_index"]), str(message["call_id"]), str(message["name"]), arguments, "")
+    if kind == "tool.result":
+        return FunctionApplied(int(message["frame_index"]), (str(message["call_id"]),), (str(message["result"]),))
+    if kind == "tool.failed":
+        reason = FailureReason(message["reason"])
+        return FunctionFailed(int(message["frame_index"]), str(message["call_id"]), reason, str(message["raw"]))
     if kind in ("response.done", "response.cancelled"):
         return (Done if kind == "response.done" else Cancelled)(int(message["frame_index"]))
     if kind == "response.interrupted":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +56,7 @@ def convert(
     if verify:
         from mlx_voicechat.convert import agreement
 
+        tempfile.gettempdir()  # raises where there is none, which is better known before the work
         samples = agreement.recording(audio)
     with open_source(source, tokenizer, revision, tokenizer_revision, note) as opened:
         job = conversion.prepare(opened, chosen)

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ OK, WARNING, STOP = "ok", "warning", "stop"
 PYTHONS = ((3, 10), (3, 14))  # from, and below: requires-python in pyproject.toml
 OLDEST_MLX = (0, 32)  # pyproject.toml
 OLDEST_MACOS = (14, 0)  # of MLX's wheels
+NO_CACHE = "cannot cache"  # what numba says, for librosa, where it finds no folder that it may write
 TALK = "pip install 'mlx-voicechat[talk]'"
 
 
@@ -58,6 +60,9 @@ class Facts:
     microphone: str
     microphone_fault: str
     compiler: str
+    librosa_fault: str = ""
+    temporary: str = ""
+    temporary_fault: str = ""
     held: Mapping[str, Held] = field(default_factory=dict)  # by name: 4bit, 8bit, bf16
     # Memory by name, after one minute and after ten; empty if it cannot be told.
     needs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -69,6 +74,7 @@ def diagnose(facts: Facts) -> list[Check]:
     if facts.system == "Darwin":
         checks.append(_macos(facts))
     checks += [_mlx(facts), _memory(facts), _disk(facts), *_cache(facts), _microphone(facts)]
+    checks += [check for check in (_librosa(facts), _temporary(facts)) if check is not None]
     if facts.system == "Linux":
         checks.append(_compiler(facts))
     return [*checks, _fitting(facts)]
@@ -165,7 +171,25 @@ def _cache(facts: Facts) -> list[Check]:
 def _microphone(facts: Facts) -> Check:
     if not facts.microphone_fault:
         return Check("microphone", OK, f"sounddevice {facts.microphone}")
+    if facts.temporary_fault and facts.temporary_fault in facts.microphone_fault:
+        return Check("microphone", WARNING, "sounddevice needs a temporary folder to be imported", "See `temporary`.")
     return Check("microphone", WARNING, f"sounddevice: {facts.microphone_fault}", f"For `talk`: {TALK}")
+
+
+def _librosa(facts: Facts) -> Check | None:
+    if NO_CACHE in facts.librosa_fault:
+        text = "numba, for librosa, can keep nothing: neither the packages' folder nor your home can be written"
+        return Check("librosa", WARNING, text, "It runs without. A place for it: NUMBA_CACHE_DIR=FOLDER")
+    if facts.librosa_fault:
+        return Check("librosa", STOP, f"cannot be imported: {facts.librosa_fault}", "pip install -U librosa numba")
+    return None
+
+
+def _temporary(facts: Facts) -> Check | None:
+    if not facts.temporary_fault:
+        return None
+    remedy = "Recordings that must be converted, and typed text, need one: set TMPDIR to a folder that is yours."
+    return Check("temporary", WARNING, facts.temporary_fault, remedy)
 
 
 def _compiler(facts: Facts) -> Check:
@@ -208,6 +232,8 @@ def probe() -> Facts:
     mlx, mlx_fault = _import("mlx.core")
     sound, sound_fault = _import("sounddevice")
     _, hub_fault = _import("huggingface_hub")
+    _, librosa_fault = _import("librosa.filters")
+    temporary, temporary_fault = _temporary_folder()
     total, available, usable = _memory_of(mlx)
     cache = _cache_folder(not hub_fault)
     return Facts(
@@ -230,6 +256,9 @@ def probe() -> Facts:
         microphone=getattr(sound, "__version__", ""),
         microphone_fault=sound_fault,
         compiler=shutil.which("g++") or "",
+        librosa_fault=librosa_fault,
+        temporary=temporary,
+        temporary_fault=temporary_fault,
         held={} if hub_fault else _held(),
         needs=_needs(),
     )
@@ -243,6 +272,13 @@ def _import(name: str) -> tuple[Any, str]:
         return None, str(error)
     except (OSError, RuntimeError, AttributeError) as error:
         return None, f"{type(error).__name__}: {error}"
+
+
+def _temporary_folder() -> tuple[str, str]:
+    try:
+        return tempfile.gettempdir(), ""
+    except FileNotFoundError as error:
+        return "", error.strerror or str(error)
 
 
 def _translated() -> bool:

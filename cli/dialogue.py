@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mlx_voicechat.errors import ServerError
+from mlx_voicechat.errors import AudioError, ServerError
 
 from .conversation import INTERRUPTED
 from .render import note
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from mlx_voicechat import AudioFrame, Event
 
     from .client import Notice, Wire
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    """Whether it ended by a fault that the server does not tell of."""
+    fault = None if task.cancelled() else task.exception()
+    return fault is not None and not isinstance(fault, ServerError)
 
 
 class Dialogue:
@@ -35,6 +41,7 @@ class Dialogue:
     def __init__(self) -> None:
         self._interrupted = False
         self._lost: ServerError | None = None
+        self._broken: Exception | None = None  # on the way to the server
         self.seconds = 0.0  # how much of the conversation took place
         self.behind_seconds = 0.0  # the most that the server was behind real time
 
@@ -47,22 +54,32 @@ class Dialogue:
         raise NotImplementedError
 
     async def run(self, wire: Wire, take: Callable[[Event], bool]) -> None:
-        """Converse to the end, or until `take`, which gets every event of the session, wants no more."""
+        """Converse to the end, or until `take`, which gets every event of the session, wants no more.
+
+        What fails on the sending side ends it at once, as what the server does: `fail_if_cut_short` raises it.
+        """
         sender = asyncio.create_task(self._send(wire))
         listener = asyncio.create_task(self._listen(wire, take))
         try:
             with self._interruptible(wire, sender, listener):
-                await asyncio.wait({listener})
+                await asyncio.wait({listener, sender}, return_when=asyncio.FIRST_COMPLETED)
+                if not listener.done() and not _failed(sender):
+                    await asyncio.wait({listener})
         finally:
             sender.cancel()
             listener.cancel()
-            faults = await asyncio.gather(listener, sender, return_exceptions=True)
-        for fault in faults:
-            if isinstance(fault, Exception) and not isinstance(fault, ServerError):  # of that one the listener knows
-                raise fault
+            heard, said = await asyncio.gather(listener, sender, return_exceptions=True)
+        if isinstance(heard, Exception):
+            raise heard
+        if isinstance(said, AudioError):  # what was to be said is no recording, so that nothing is to be kept
+            raise said
+        if isinstance(said, Exception) and not isinstance(said, ServerError):  # of that one the listener knows
+            self._broken = said
 
     def fail_if_cut_short(self, kept: Path | None = None) -> None:
-        """Leave with Ctrl-C's exit code or ServerError when the conversation ended before its time."""
+        """Leave with Ctrl-C's exit code or an error when the conversation ended before its time."""
+        if self._broken:
+            raise self._broken
         if self._interrupted:
             note(f"interrupted after {self.seconds:.2f} s of the conversation.")
             raise typer.Exit(INTERRUPTED)

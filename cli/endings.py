@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 DEBUG_VARIABLE = "MLX_VOICECHAT_DEBUG"
+NO_FOLDER = "No usable temporary directory"  # Python's words, with the folders that it has tried
 
 
 class Ended(SystemExit):
@@ -31,6 +32,8 @@ def report(error: Exception) -> int:
     elif isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         message, code = f"{where}{error.strerror}.", 1
+        if NO_FOLDER in error.strerror:
+            message += " They are full, or not yours to write: set TMPDIR to a folder that is."
     else:
         message = f"Unexpected {type(error).__name__}: {error}. Set {DEBUG_VARIABLE}=1 to see where it comes from."
         code = 1

@@ -15,17 +15,31 @@ import typer
 from typer import Argument, Option
 
 from mlx_voicechat.errors import InputError, LimitError
+from mlx_voicechat.options import LoadOptions, SessionOptions
 
 from .conversation import INTERRUPTED, Interrupt, converse, cut, silence
 from .loading import open_model
 from .options import (
+    COMPILED,
     DEFAULT_MODEL,
+    EXTRA_SECONDS,
+    LONGEST_SECONDS,
+    ExtraSeconds,
+    GuidanceScale,
     KeyValueCache,
+    Mcp,
+    McpConfig,
+    McpTools,
     Model,
+    OnHold,
+    OutputAudio,
+    Seed,
     SpeechWeights,
+    SystemPrompt,
+    ToolCommand,
+    ToolsFile,
     Voice,
-    extra_seconds,
-    not_negative,
+    option_of,
     positive_seconds,
 )
 from .outputs import Outputs, Targets, TextFile
@@ -35,6 +49,8 @@ from .render import LiveText, Output, Progress, complain, note
 if TYPE_CHECKING:
     from mlx_voicechat import Event, Session
     from mlx_voicechat.voicechat import VoiceChat
+
+    from .tool_sources import ToolOptions
 
 COMPILE_WORTH_SECONDS = 120.0  # on a CPU the first compilation takes tens of seconds, a frame then 0.6 of the time
 
@@ -47,44 +63,33 @@ def _no_argument(value: str | None) -> None:
 def generate(
     audio: Annotated[str, Option(metavar="PATH", help="The user's side: WAV, FLAC, OGG, MP3 ...; - is stdin.")],
     model: Model = DEFAULT_MODEL,
-    prompt: Annotated[
-        str | None, Option("-p", "--prompt", "--system-prompt", metavar="TEXT", help="System prompt; none if absent.")
-    ] = None,
-    output_audio: Annotated[
-        Path | None, Option(metavar="FILE", help="Write the assistant's speech: WAV, 22050 Hz, mono, 16 bits.")
-    ] = None,
-    extra_decoding_seconds: Annotated[
-        float,
-        Option(metavar="SECONDS", callback=extra_seconds, help="Silence added, so that answers can end: 0 to 600."),
-    ] = 3.0,
-    seed: Annotated[
-        int, Option(metavar="N", callback=not_negative, help="Of the speech's noise: same seed, same bytes.")
-    ] = 0,
-    voice: Voice = None,
-    guidance_scale: Annotated[
-        float | None,
-        Option(metavar="X", callback=not_negative, help="How closely speech follows text; else the model's."),
-    ] = None,
+    system_prompt: SystemPrompt = SessionOptions.system_prompt,
+    output_audio: OutputAudio = None,
+    extra_decoding_seconds: ExtraSeconds = EXTRA_SECONDS,
+    seed: Seed = SessionOptions.seed,
+    voice: Voice = SessionOptions.voice,
+    guidance_scale: GuidanceScale = SessionOptions.guidance_scale,
     max_seconds: Annotated[
         float, Option(metavar="SECONDS", callback=positive_seconds, help="Refuse a longer recording at once.")
-    ] = 3600.0,
+    ] = LONGEST_SECONDS,
     stream: Annotated[bool, Option("--stream", help="Run frame by frame, print as it speaks.")] = False,
     max_streaming_seconds: Annotated[
-        float | None,
-        Option(metavar="SECONDS", callback=positive_seconds, help="Stop, with an error, after so much."),
-    ] = None,
+        float | None, option_of(SessionOptions, "max_seconds", help="Stop, with an error, after so much.")
+    ] = SessionOptions.max_seconds,
     profile: Annotated[bool, Option("--profile", help="Frame times by stage as JSON on stderr.")] = False,
     profile_json: Annotated[Path | None, Option(metavar="FILE", help="Write them to a file instead.")] = None,
     compiled: Annotated[
         bool | None,
-        Option(
-            "--compile/--no-compile",
-            show_default=False,
-            help="Fuse kernels first, or not; decided by the job if absent.",
-        ),
-    ] = None,
-    speech_weights: SpeechWeights = None,
-    kv_cache: KeyValueCache = "f32",
+        option_of(LoadOptions, "compile", *COMPILED, help="Fuse kernels first, or not; decided by the job if absent."),
+    ] = LoadOptions.compile,
+    speech_weights: SpeechWeights = LoadOptions.speech_weights,
+    kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    tools: ToolsFile = None,
+    tool_command: ToolCommand = None,
+    mcp: Mcp = None,
+    mcp_config: McpConfig = None,
+    mcp_tools: McpTools = None,
+    on_hold: OnHold = None,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not text.")] = False,
     both_sides: Annotated[Path | None, Option(metavar="FILE", help="Stereo WAV: user left, assistant right.")] = None,
     events: Annotated[Path | None, Option(metavar="FILE", help="Every event with its times, JSON lines.")] = None,
@@ -106,8 +111,12 @@ def generate(
         note("-n is ignored: the output is as long as the recording and the silence after it.")
     targets = Targets(output_audio, both_sides, events, profile_json, frames_file() if profile else None)
     targets.check(audio)
+
+    from .tool_sources import ToolOptions
+
+    wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
     options = {
-        "system_prompt": prompt,
+        "system_prompt": system_prompt,
         "seed": seed,
         "max_seconds": max_streaming_seconds,
         "voice": voice,
@@ -117,9 +126,9 @@ def generate(
 
     def load(total_seconds: float) -> VoiceChat:
         worth_it = True if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS else compiled
-        return open_model(model, worth_it, speech_weights, kv_cache)
+        return open_model(model, LoadOptions(worth_it, speech_weights, kv_cache))
 
-    _answer(_Asked(audio, max_seconds, extra_decoding_seconds, stream, as_json, targets, load, options))
+    _answer(_Asked(audio, max_seconds, extra_decoding_seconds, stream, as_json, targets, load, options, wanted))
 
 
 def _refuse(options: Mapping[str, Any], why: str) -> None:
@@ -140,24 +149,31 @@ class _Asked(NamedTuple):
     targets: Targets
     load: Callable[[float], VoiceChat]
     options: dict[str, Any]
+    tools: ToolOptions
 
 
 def _answer(asked: _Asked) -> None:
     from mlx_voicechat.sound.recordings import AudioReader
 
+    from .tool_sources import ToolSources
+
     output = Output()
     live, offline = asked.stream and not asked.as_json, io.StringIO()
-    text = LiveText(output.write if live else offline.write)
+    text = LiveText(output.write if live else offline.write, tools=bool(asked.tools))
+    calls: list[dict[str, Any]] = []
     last: Event | None = None
     with contextlib.ExitStack() as files:
         recording = files.enter_context(AudioReader(asked.audio, max_seconds=asked.max_seconds))
         if recording.note:
             note(recording.note)
         total_seconds = recording.seconds + asked.extra_seconds
-        loaded = asked.load(total_seconds)
+        sources = files.enter_context(ToolSources(asked.tools, note))
+        loaded = sources.fit_to(asked.load(total_seconds))
         from mlx_voicechat.model import BLOCK_FRAMES  # only now: it imports MLX
 
-        config, session = loaded.config, loaded.session(**asked.options)
+        config = loaded.config
+        of_tools = {"tools": sources.tools, "wait_for_tools": True} if sources.tools else {}
+        session = loaded.session(**asked.options, **of_tools)
         if session.profile and wants_parts():
             from mlx_voicechat.gauges.parts import timed
 
@@ -173,17 +189,23 @@ def _answer(asked: _Asked) -> None:
             outputs.take(last)
             progress.take(last)
             text.take(last)
+            _note_call(last, calls)
             if output.closed and not asked.targets:
                 return  # nobody reads on, and nothing is to be written
         if session.frames == 0:
             _fail_if_cut_short(session, last)  # and leave existing files as they are
         outputs.finish()
         summary = _write_profile(session, asked.targets, files)
-    text.close()
-    output.write(json.dumps(_result(session)) + "\n" if asked.as_json else offline.getvalue())
+        text.close()  # before the files are put in place, which may fail
+        result = {**({"calls": calls} if asked.tools else {}), **_result(session)}
+        output.write(json.dumps(result) + "\n" if asked.as_json else offline.getvalue())
+    if outputs.fault:
+        raise outputs.fault
     if summary:
         complain(summary)
     _fail_if_cut_short(session, last)
+    if recording.hint and not session.transcript:
+        note(recording.hint)
     _note_what_is_missing(session, asked.extra_seconds)
 
 
@@ -208,8 +230,23 @@ def _note_what_is_missing(session: Session, extra_seconds: float) -> None:
         note(f"the assistant heard this and did not answer: if it had no time to, {remedy}")
 
 
+def _note_call(event: Event, calls: list[dict[str, Any]]) -> None:
+    """Add a tool's call, or what became of it, to those that `--json` prints."""
+    from mlx_voicechat.events import FunctionApplied, FunctionCall, FunctionFailed
+
+    if isinstance(event, FunctionCall):
+        calls.append({"call_id": event.call_id, "name": event.name, "arguments": dict(event.arguments)})
+    elif isinstance(event, FunctionFailed):
+        calls.append({"call_id": event.call_id, "failed": event.reason.value, "raw": event.raw})
+    elif isinstance(event, FunctionApplied):
+        results = dict(zip(event.call_ids, event.results, strict=True))
+        for call in calls:
+            if call["call_id"] in results:
+                call["result"] = results[call["call_id"]]
+
+
 def _result(session: Session) -> dict[str, str | int | float]:
-    """What `--json` prints."""
+    """What `--json` prints, besides the calls where there are tools."""
     return {
         "transcript": session.transcript,
         "text": session.text,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from mlx_voicechat.errors import CheckpointError
+from mlx_voicechat.options import LoadOptions
 
 from .options import DEFAULT_MODEL, MODEL_VARIABLE, SpeechWeights
 from .render import Output, note, progress_bar
@@ -36,7 +37,7 @@ def info(
             help="A folder, a Hub repository that was fetched, or tiny; the 11B model in 4 bits if absent.",
         ),
     ] = DEFAULT_MODEL,
-    speech_weights: SpeechWeights = None,
+    speech_weights: SpeechWeights = LoadOptions.speech_weights,
     with_hashes: Annotated[
         bool, Option("--hash", help="SHA-256 of every file too, compared with what the Hub cache knows.")
     ] = False,

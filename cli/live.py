@@ -58,7 +58,7 @@ class Live(Dialogue):
         self._make_canceller = canceller
         self._canceller: EchoCanceller | None = None
         self._duration, self._half_duplex = duration, half_duplex
-        self._stopping = self._said_loss = self._judged = False
+        self._stopping = self._said_loss = self._said_bad = self._judged = False
         self._announced = BEHIND_SECONDS / 2
         self._stopped: DeviceError | None = None
 
@@ -122,14 +122,22 @@ class Live(Dialogue):
                 samples = samples[:left]
                 left -= len(samples)
                 ending = ending or not left
-            if self._half_duplex and self._playback.speaking:
+            if self._is_off():
                 samples = samples * 0
             if len(samples):
                 await wire.append(samples)
+            await self._between(wire)
             self._judge()
             if ending:
                 await wire.commit()
                 return
+
+    def _is_off(self) -> bool:
+        """Whether the microphone is off: silence is said in its place."""
+        return self._half_duplex and self._playback.speaking
+
+    async def _between(self, wire: Wire) -> None:
+        """What is to be told between two pieces of sound."""
 
     def _hear(self, ending: bool) -> Samples:
         """What the microphone has brought, without what the loudspeaker played; `ending`: all of it."""
@@ -186,14 +194,18 @@ class Live(Dialogue):
                 self._say(f"the model is {behind:.1f} s behind: answers come that much later.{more}")
 
     def _silent_for_good(self) -> bool:
-        """Whether the microphone has stopped: unplugged, say."""
+        """Whether the microphone or the loudspeaker has stopped: unplugged, say."""
         now = asyncio.get_running_loop().time()
         if self._capture.waiting_seconds:
             self._last_sample = now
-        if self._streams[1].active and now - self._last_sample < STOPPED_SECONDS:
+        loudspeaker, microphone = self._streams
+        if not loudspeaker.active:
+            which = f"loudspeaker {self._loudspeaker.name}"
+        elif not microphone.active or now - self._last_sample >= STOPPED_SECONDS:
+            which = f"microphone {self._microphone.name}"
+        else:
             return False
-        name = self._microphone.name
-        self._stopped = DeviceError(f"The microphone {name} has stopped.", "Was it unplugged, or taken by another?")
+        self._stopped = DeviceError(f"The {which} has stopped.", "Was it unplugged, or taken by another?")
         return True
 
     def _judge(self) -> None:
@@ -201,6 +213,9 @@ class Live(Dialogue):
         if not self._said_loss and self._capture.lost_seconds:
             self._said_loss = True
             self._say("the model is so far behind that the microphone is not heard for now.")
+        if not self._said_bad and self._capture.bad:
+            self._said_bad = True
+            self._say(f"{self._microphone.name} brings samples that are no numbers: they are heard as silence.")
         if self._judged or self._capture.seconds < HEARD_SECONDS:
             return
         self._judged = True

@@ -38,10 +38,11 @@ class LocalServer:
     def __enter__(self) -> LocalServer:
         return self
 
-    def start(
-        self, model: str, load: Callable[[], VoiceChat], voice: str | None, max_audio_seconds: float
-    ) -> tuple[str, str]:
-        """Serve what `load` gives; returns address and key once it is warm. Raises what loading raises."""
+    def start(self, load: Callable[[], VoiceChat], **options: Any) -> tuple[str, str]:
+        """Serve what `load` gives; returns address and key once it is warm. Raises what loading raises.
+
+        `options` are those of `ServerSettings`; address and key are chosen here.
+        """
         import secrets
 
         from mlx_voicechat.server.app import create_app
@@ -54,7 +55,7 @@ class LocalServer:
         for name in (*NOISY, "mlx_voicechat.server"):
             logging.getLogger(name).setLevel(logging.ERROR)
         key = secrets.token_urlsafe(32)  # nobody else on this machine takes the one slot
-        settings = ServerSettings(model=model, api_key=key, voice=voice, max_audio_seconds=max_audio_seconds)
+        settings = ServerSettings(api_key=key, **options)
         self._listeners = listen(settings.host, 0)
         self._engine = Engine(load, settings)
         self._server = Server(create_app(self._engine, settings), settings)

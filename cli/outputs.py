@@ -172,6 +172,8 @@ class EventLog:
         }
         line |= {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
         line.pop("samples", None)
+        if not line.get("cancelled"):  # said where it is so
+            line.pop("cancelled", None)
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
@@ -212,13 +214,18 @@ class BothSides:
 
 
 class Outputs:
-    """The files of one conversation, open; `files` puts them in place, or drops them when its block raised."""
+    """The files of one conversation, open; `files` puts them in place, or drops them when its block raised.
+
+    When one cannot be written, all are dropped and the conversation goes on without; `fault` is raised at its end.
+    """
 
     def __init__(self, files: ExitStack, targets: Targets, config: Timeline) -> None:
         from mlx_voicechat.sound.resampler import Resampler
         from mlx_voicechat.sound.wav import WavWriter
 
         rate_hz = config.output_rate_hz
+        self.fault: VoiceChatError | None = None
+        self._files = files = files.enter_context(ExitStack())
         self._speech: WavWriter | None = None
         self._sides: BothSides | None = None
         self._log: EventLog | None = None
@@ -233,12 +240,21 @@ class Outputs:
     def hearing(self, blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """The same blocks, noted as the user's side."""
         for block in blocks:
-            if self._sides:
+            if self._sides and not self.fault:
                 self._sides.hear(block)
             yield block
 
     def take(self, event: Event) -> None:
         """Write what one event brings."""
+        if self.fault:
+            return
+        try:
+            self._take(event)
+        except VoiceChatError as fault:
+            self.fault = fault
+            self._files.__exit__(type(fault), fault, fault.__traceback__)
+
+    def _take(self, event: Event) -> None:
         from mlx_voicechat import AudioFrame
 
         if self._log:
@@ -251,5 +267,5 @@ class Outputs:
 
     def finish(self) -> None:
         """Bring both sides to one length; after the last event."""
-        if self._sides:
+        if self._sides and not self.fault:
             self._sides.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -14,8 +15,20 @@ from mlx_voicechat.errors import VoiceChatError
 if TYPE_CHECKING:
     from mlx_voicechat import Event
 
+LONGEST_RESULT = 400  # characters of a tool's result in the conversation
 PREFIXES = {"user": "[user] ", "assistant": "", "function": "[function] "}
+NOT_SHOWN = dict.fromkeys(
+    code
+    for codes in (range(0x20), range(0x7F, 0xA0), range(0x202A, 0x202F), range(0x2066, 0x206A))
+    for code in codes
+    if chr(code) not in "\n\t"
+)
 QUIET_FRAMES = 5  # a line that was not added to for so long (0.4 s) is over
+
+
+def printable(text: str) -> str:
+    """Without what would drive the terminal: control characters, and what turns the direction of writing."""
+    return text.translate(NOT_SHOWN)
 
 
 def note(message: str) -> None:
@@ -26,7 +39,7 @@ def note(message: str) -> None:
 def complain(text: str) -> None:
     """A line on stderr; one that cannot be written (a full disk, a terminal that is gone) is lost and harms nothing."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
     except OSError:
         abandon(sys.stderr)
 
@@ -57,7 +70,7 @@ class Output:
         if self.closed:
             return
         try:
-            sys.stdout.write(text)
+            sys.stdout.write(printable(text))
             sys.stdout.flush()
         except BrokenPipeError:
             self.closed = True
@@ -68,15 +81,37 @@ class Output:
             raise VoiceChatError(f"Cannot write standard output: {fault.strerror}.") from None
 
 
+def tool_lines(event: Event) -> list[str]:
+    """How a tool's call, its failure or its result is shown; none for any other event."""
+    from mlx_voicechat.events import FunctionApplied, FunctionCall, FunctionFailed
+
+    if isinstance(event, FunctionCall):
+        values = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in event.arguments.items())
+        return [f"[call] {event.name}({values})"]
+    if isinstance(event, FunctionFailed):
+        return [f"[call] failed ({event.reason.value.replace('_', ' ')}) {brief(event.raw)}".rstrip()]
+    if isinstance(event, FunctionApplied):
+        return [f"[result] {brief(result)}" for result in event.results]
+    return []
+
+
+def brief(text: str) -> str:
+    """A text on one line, and not a long one."""
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_RESULT else f"{line[:LONGEST_RESULT]}..."
+
+
 class LiveText:
     """The conversation as it is produced, a line a turn, through `write`.
 
     One line is open at a time. What another speaker says meanwhile is held until that line has been quiet for
-    QUIET_FRAMES, so that people who talk over each other do not cut each other's words.
+    QUIET_FRAMES, so that people who talk over each other do not cut each other's words. With `tools` a call and its
+    result are lines of their own, in place of the text of the function channel.
     """
 
-    def __init__(self, write: Callable[[str], object]) -> None:
+    def __init__(self, write: Callable[[str], object], tools: bool = False) -> None:
         self._write = write
+        self.tools = tools
         self._open: str | None = None
         self._last_frame = 0
         self._held: list[tuple[str, str]] = []
@@ -90,8 +125,13 @@ class LiveText:
             if self._held and event.frame_index - self._last_frame >= QUIET_FRAMES:
                 self._release(event.frame_index)
             return
+        if lines := tool_lines(event):
+            self._release(event.frame_index)
+            self.end_line()
+            self._write("".join(line + "\n" for line in lines))
+            return
         for kind, speaker in ((TranscriptDelta, "user"), (TextDelta, "assistant"), (FunctionDelta, "function")):
-            if isinstance(event, kind):
+            if isinstance(event, kind) and not (self.tools and speaker == "function"):
                 self._say(speaker, event.delta, event.frame_index)
 
     def close(self) -> None:

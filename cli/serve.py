@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import logging
 import os
 import re
+import socket
 import ssl
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,16 +19,32 @@ import typer
 from typer import Option
 
 from mlx_voicechat.errors import InputError
-from mlx_voicechat.server.settings import PROTOCOLS, ServerSettings
+from mlx_voicechat.options import LoadOptions
+from mlx_voicechat.server.settings import ServerSettings
 
 from .endings import Ended
 from .loading import open_model
-from .options import DEFAULT_MODEL, Compiled, KeyValueCache, Model, SpeechWeights, Voice, setting
+from .options import (
+    DEFAULT_MODEL,
+    Compiled,
+    KeyValueCache,
+    Mcp,
+    McpConfig,
+    McpTools,
+    Model,
+    OnHold,
+    SpeechWeights,
+    ToolCommand,
+    ToolsFile,
+    Voice,
+    option_of,
+)
 from .render import complain, note
 
 if TYPE_CHECKING:
     from mlx_voicechat.voicechat import VoiceChat
 
+setting = functools.partial(option_of, ServerSettings)
 LEVELS = ("debug", "info", "warning", "error")
 PREFIX = re.compile(r"([\w.~-]+(/[\w.~-]+)*)?", re.ASCII)
 SWITCH_SECONDS = 0.001  # Python's 5 ms between threads would be added to a frame's time
@@ -40,11 +61,11 @@ def serve(
     cors_origins: Annotated[list[str] | None, setting("cors_origins")] = None,
     allowed_origins: Annotated[list[str] | None, setting("allowed_origins")] = None,
     alias: Annotated[str | None, setting("alias")] = ServerSettings.alias,
-    voice: Voice = None,
+    voice: Voice = ServerSettings.voice,
     ssl_certfile: Annotated[Path | None, setting("ssl_certfile")] = ServerSettings.ssl_certfile,
     ssl_keyfile: Annotated[Path | None, setting("ssl_keyfile")] = ServerSettings.ssl_keyfile,
     max_sessions: Annotated[int, setting("max_sessions")] = ServerSettings.max_sessions,
-    max_audio_seconds: Annotated[float, setting("max_audio_seconds")] = ServerSettings.max_audio_seconds,
+    max_audio_seconds: Annotated[float | None, setting("max_audio_seconds")] = ServerSettings.max_audio_seconds,
     idle_seconds: Annotated[float, setting("idle_seconds")] = ServerSettings.idle_seconds,
     setup_seconds: Annotated[float, setting("setup_seconds")] = ServerSettings.setup_seconds,
     max_message_bytes: Annotated[int | None, setting("max_message_bytes")] = ServerSettings.max_message_bytes,
@@ -52,9 +73,18 @@ def serve(
         float, setting("disconnect_grace_seconds")
     ] = ServerSettings.disconnect_grace_seconds,
     typed_voice: Annotated[str | None, setting("typed_voice")] = ServerSettings.typed_voice,
-    speech_weights: SpeechWeights = None,
-    kv_cache: KeyValueCache = "f32",
-    compiled: Compiled = None,
+    turns: Annotated[str, setting("turns")] = ServerSettings.turns,
+    instructions: Annotated[str | None, setting("instructions")] = ServerSettings.instructions,
+    function_timeout: Annotated[float, setting("function_timeout")] = ServerSettings.function_timeout,
+    speech_weights: SpeechWeights = LoadOptions.speech_weights,
+    kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    compiled: Compiled = LoadOptions.compile,
+    tools: ToolsFile = None,
+    tool_command: ToolCommand = None,
+    mcp: Mcp = None,
+    mcp_config: McpConfig = None,
+    mcp_tools: McpTools = None,
+    on_hold: OnHold = None,
     log_level: Annotated[str, Option(metavar="|".join(LEVELS), help="How much is said on stderr.")] = "info",
 ) -> None:
     """Serve the model live at /v1/realtime, one WebSocket a conversation.
@@ -63,22 +93,13 @@ def serve(
     """
     if log_level not in LEVELS:
         raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
-    if protocol not in PROTOCOLS:
-        raise typer.BadParameter(f"{protocol} is none of {', '.join(PROTOCOLS)}.", param_hint="--protocol")
     _check_tls(ssl_certfile, ssl_keyfile)
-    if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
-        raise InputError("--api-key must be printable and without spaces.")
+    _check_key(api_key)
 
-    from mlx_voicechat.server.access import is_loopback, unsendable
-    from mlx_voicechat.server.app import create_app
-    from mlx_voicechat.server.dialects import REALTIME
-    from mlx_voicechat.server.engine import Engine
     from mlx_voicechat.server.listening import listen
-    from mlx_voicechat.server.sockets import Server
 
-    prefix = api_prefix.strip("/")
-    if not PREFIX.fullmatch(prefix):
-        raise InputError(f"--api-prefix {api_prefix} is no path.", "Write it like /voice, of letters, digits and -._~")
+    from .tool_sources import ToolOptions, ToolSources
+
     if not host.strip():
         raise InputError("--host is empty.", "127.0.0.1 is this machine, 0.0.0.0 the whole network.")
     settings = ServerSettings(
@@ -87,7 +108,7 @@ def serve(
         port=port,
         protocol=protocol,
         api_key=api_key,
-        api_prefix=f"/{prefix}" if prefix else "",
+        api_prefix=_prefix(api_prefix),
         cors_origins=_origins("--cors-origins", cors_origins),
         allowed_origins=_origins("--allowed-origins", allowed_origins),
         alias=alias,
@@ -101,27 +122,50 @@ def serve(
         max_message_bytes=max_message_bytes,
         disconnect_grace_seconds=disconnect_grace_seconds,
         typed_voice=typed_voice,
+        turns=turns,
+        instructions=instructions,
+        function_timeout=function_timeout,
     )
+    wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
     _log(log_level)
-    listeners = listen(host, port)
+    with contextlib.ExitStack() as opened:
+        listeners = [opened.enter_context(listener) for listener in listen(host, port)]
+        _note_risks(settings)
+        sources = opened.enter_context(ToolSources(wanted, note))
+        settings = dataclasses.replace(settings, tools=sources.tools)
+        held = LoadOptions(compiled, speech_weights, kv_cache)
+        ended_by, running = _run(settings, listeners, lambda: sources.fit_to(open_model(model, held)))
+    _leave(ended_by, running)
+
+
+def _note_risks(settings: ServerSettings) -> None:
+    from mlx_voicechat.server.access import is_loopback, unsendable
+
+    host, api_key = settings.host, settings.api_key
     if api_key is None and not is_loopback(host):
         note(
             f"{host} can be reached from other machines and there is no --api-key: anyone there can talk to the model."
         )
-
     if api_key is not None and (letters := unsendable(api_key)):
         note(f"pages cannot send this --api-key, for no browser sends {letters} with a WebSocket; programs can.")
 
-    def load() -> VoiceChat:
-        return open_model(model, compiled, speech_weights, kv_cache)
+
+def _run(
+    settings: ServerSettings, listeners: list[socket.socket], load: Callable[[], VoiceChat]
+) -> tuple[int | None, bool]:
+    """Serve to the end; the signal that ended it, and whether the engine is still at work. Raises what loading does."""
+    from mlx_voicechat.server.app import create_app
+    from mlx_voicechat.server.dialects import REALTIME
+    from mlx_voicechat.server.engine import Engine
+    from mlx_voicechat.server.sockets import Server
 
     def announce() -> None:
         if engine.failure is not None:
             server.should_exit = True
         if server.should_exit:  # a signal came while the model loaded: nobody can connect any more
             return
-        scheme = "wss" if ssl_certfile else "ws"
-        shown = f"[{host}]" if ":" in host else host
+        scheme = "wss" if settings.ssl_certfile else "ws"
+        shown = f"[{settings.host}]" if ":" in settings.host else settings.host
         complain(f"ready: {scheme}://{shown}:{listeners[0].getsockname()[1]}{settings.api_prefix}{REALTIME}")
 
     engine = Engine(load, settings, announce)
@@ -131,7 +175,7 @@ def serve(
         server.run(sockets=listeners)
     if engine.failure is not None:
         raise engine.failure
-    _leave(server.ended_by, engine.running)
+    return server.ended_by, engine.running
 
 
 def _leave(ended_by: int | None, running: bool) -> None:
@@ -141,6 +185,19 @@ def _leave(ended_by: int | None, running: bool) -> None:
         os._exit(128 + (ended_by or 0))
     if ended_by is not None:
         raise Ended(128 + ended_by)
+
+
+def _prefix(path: str) -> str:
+    """`--api-prefix` as it stands before every path: a slash and no other at its end, or nothing."""
+    prefix = path.strip("/")
+    if not PREFIX.fullmatch(prefix):
+        raise InputError(f"--api-prefix {path} is no path.", "Write it like /voice, of letters, digits and -._~")
+    return f"/{prefix}" if prefix else ""
+
+
+def _check_key(api_key: str | None) -> None:
+    if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
+        raise InputError("--api-key must be printable and without spaces.")
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:

@@ -7,24 +7,36 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
 
-from mlx_voicechat.errors import InputError
+from mlx_voicechat.errors import InputError, VoiceChatError
+from mlx_voicechat.options import LoadOptions, SessionOptions
+from mlx_voicechat.server.settings import PROTOCOLS
 
 from .loading import open_model
 from .options import (
     DEFAULT_MODEL,
+    EXTRA_SECONDS,
+    LONGEST_SECONDS,
+    TOOL_OPTIONS,
     Compiled,
+    ExtraSeconds,
     KeyValueCache,
+    Mcp,
+    McpConfig,
+    McpTools,
     Model,
+    OnHold,
+    OutputAudio,
+    Seed,
     SpeechWeights,
+    SystemPrompt,
+    ToolCommand,
+    ToolsFile,
     Voice,
-    extra_seconds,
-    not_negative,
     positive_seconds,
 )
 from .outputs import Outputs, Targets
@@ -33,10 +45,10 @@ from .render import LiveText, Output, note
 if TYPE_CHECKING:
     from mlx_voicechat import Event
     from mlx_voicechat.sound.echo import EchoCanceller
-    from mlx_voicechat.voicechat import VoiceChat
 
     from .client import Wire
     from .dialogue import Dialogue
+    from .live import Live
 
     MakeCanceller = Callable[[int, int, int], EchoCanceller]
 
@@ -44,76 +56,86 @@ HEADPHONES = "use headphones: through loudspeakers the model hears itself."
 HALF_DUPLEX = "half duplex: while the assistant speaks the microphone is off, and interrupting it is, too."
 OF_THE_FILE = ("extra_decoding_seconds", "fast")
 OF_THE_CANCELLER = ("noise_suppression", "auto_gain")
-OF_THE_MICROPHONE = ("duration", "half_duplex", "input_device", "output_device", "echo_cancellation", *OF_THE_CANCELLER)
-OF_OUR_PROTOCOL = ("seed", "fast")
-PROTOCOLS = ("mlxcel", "openai", "duplex", "strict-v3")
-OF_THE_MODEL = ("model", "voice", "speech_weights", "kv_cache", "compiled")
+OF_THE_MICROPHONE = (
+    *("duration", "half_duplex", "push_to_talk", "input_device", "output_device", "echo_cancellation"),
+    *OF_THE_CANCELLER,
+)
+OF_OUR_PROTOCOL = ("seed", "fast", "push_to_talk")
+OF_THE_MODEL = ("model", "voice", "speech_weights", "kv_cache", "compiled", *TOOL_OPTIONS)
+
+# Options of this command alone
+File = Annotated[str | None, Option(metavar="PATH", help="Say a recording, not what the microphone hears; - is stdin.")]
+InputDevice = Annotated[str | None, Option(metavar="NAME", help="The microphone: its number, or a part of its name.")]
+OutputDevice = Annotated[str | None, Option(metavar="NAME", help="The loudspeaker: its number, or a part of its name.")]
+Duration = Annotated[
+    float | None, Option(metavar="SECONDS", callback=positive_seconds, help="Close the microphone after so long.")
+]
+HalfDuplex = Annotated[
+    bool, Option("--half-duplex", help="Microphone off while the assistant speaks: no interrupting.")
+]
+EchoCancellation = Annotated[
+    bool,
+    Option(
+        "--echo-cancellation/--no-echo-cancellation",
+        help="Take what the loudspeaker plays out of what the microphone hears.",
+    ),
+]
+NoiseSuppression = Annotated[
+    bool, Option("--noise-suppression", help="Take steady noise out, too; the model was trained without.")
+]
+AutoGain = Annotated[
+    bool, Option("--auto-gain", help="Bring the microphone to one level; the model was trained without.")
+]
+Url = Annotated[
+    str | None,
+    Option(metavar="URL", help="A running server: ws, wss, http or https. Without it, the model runs here."),
+]
+ApiKey = Annotated[
+    str, Option(metavar="KEY", envvar="MLX_VOICECHAT_API_KEY", show_default=False, help="The server's key, if any.")
+]
+MaxSeconds = Annotated[
+    float, Option(metavar="SECONDS", callback=positive_seconds, help="The longest recording, or conversation here.")
+]
+PushToTalkKeys = Annotated[
+    bool, Option("--push-to-talk", help="The space bar or Enter begins what you say, and ends it.")
+]
 
 
 def talk(
     context: typer.Context,
-    file: Annotated[
-        str | None, Option(metavar="PATH", help="Say a recording, not what the microphone hears; - is stdin.")
-    ] = None,
-    output_audio: Annotated[
-        Path | None, Option(metavar="FILE", help="Write the assistant's speech: WAV, 22050 Hz, mono, 16 bits.")
-    ] = None,
-    system_prompt: Annotated[
-        str | None, Option("-p", "--system-prompt", "--prompt", metavar="TEXT", help="The model's own if absent.")
-    ] = None,
-    seed: Annotated[
-        int, Option(metavar="N", callback=not_negative, help="Of the speech's noise: same seed, same speech.")
-    ] = 0,
+    file: File = None,
+    output_audio: OutputAudio = None,
+    system_prompt: SystemPrompt = SessionOptions.system_prompt,
+    seed: Seed = SessionOptions.seed,
     list_devices: Annotated[bool, Option("--list-devices", help="List microphones and loudspeakers.")] = False,
-    input_device: Annotated[
-        str | None, Option(metavar="NAME", help="The microphone: its number, or a part of its name.")
-    ] = None,
-    output_device: Annotated[
-        str | None, Option(metavar="NAME", help="The loudspeaker: its number, or a part of its name.")
-    ] = None,
-    duration: Annotated[
-        float | None, Option(metavar="SECONDS", callback=positive_seconds, help="Close the microphone after so long.")
-    ] = None,
-    half_duplex: Annotated[
-        bool, Option("--half-duplex", help="Microphone off while the assistant speaks: no interrupting.")
-    ] = False,
-    echo_cancellation: Annotated[
-        bool,
-        Option(
-            "--echo-cancellation/--no-echo-cancellation",
-            help="Take what the loudspeaker plays out of what the microphone hears.",
-        ),
-    ] = True,
-    noise_suppression: Annotated[
-        bool, Option("--noise-suppression", help="Take steady noise out, too; the model was trained without.")
-    ] = False,
-    auto_gain: Annotated[
-        bool, Option("--auto-gain", help="Bring the microphone to one level; the model was trained without.")
-    ] = False,
-    url: Annotated[
-        str | None,
-        Option(metavar="URL", help="A running server: ws, wss, http or https. Without it, the model runs here."),
-    ] = None,
+    input_device: InputDevice = None,
+    output_device: OutputDevice = None,
+    duration: Duration = None,
+    half_duplex: HalfDuplex = False,
+    push_to_talk: PushToTalkKeys = False,
+    echo_cancellation: EchoCancellation = True,
+    noise_suppression: NoiseSuppression = False,
+    auto_gain: AutoGain = False,
+    url: Url = None,
     protocol: Annotated[str, Option(metavar="|".join(PROTOCOLS), help="What the server at --url speaks.")] = PROTOCOLS[
         0
     ],
     typed: Annotated[bool, Option("--type", help="strict-v3: what is typed is said; an empty line is a turn.")] = False,
-    api_key: Annotated[
-        str, Option(metavar="KEY", envvar="MLX_VOICECHAT_API_KEY", show_default=False, help="The server's key, if any.")
-    ] = "",
+    api_key: ApiKey = "",
     model: Model = DEFAULT_MODEL,
-    voice: Voice = None,
-    speech_weights: SpeechWeights = None,
-    kv_cache: KeyValueCache = "f32",
-    compiled: Compiled = None,
-    extra_decoding_seconds: Annotated[
-        float,
-        Option(metavar="SECONDS", callback=extra_seconds, help="Silence after a recording, for answers: 0 to 600."),
-    ] = 3.0,
+    voice: Voice = SessionOptions.voice,
+    speech_weights: SpeechWeights = LoadOptions.speech_weights,
+    kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    compiled: Compiled = LoadOptions.compile,
+    tools: ToolsFile = None,
+    tool_command: ToolCommand = None,
+    mcp: Mcp = None,
+    mcp_config: McpConfig = None,
+    mcp_tools: McpTools = None,
+    on_hold: OnHold = None,
+    extra_decoding_seconds: ExtraSeconds = EXTRA_SECONDS,
     fast: Annotated[bool, Option("--fast", help="A recording as fast as it can be heard, not in real time.")] = False,
-    max_seconds: Annotated[
-        float, Option(metavar="SECONDS", callback=positive_seconds, help="The longest recording, or conversation here.")
-    ] = 3600.0,
+    max_seconds: MaxSeconds = LONGEST_SECONDS,
 ) -> None:
     """Talk with the model: print what is said as it comes, play what the assistant speaks. Ctrl-C ends it.
 
@@ -138,25 +160,35 @@ def talk(
 
     from mlx_voicechat.client.connecting import realtime_url
 
+    from .keyboard import check_terminal
     from .local_server import LocalServer
+    from .tool_sources import ToolOptions, ToolSources
 
+    if push_to_talk:
+        check_terminal("--push-to-talk")
+    wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
     if url is not None:
         realtime_url(url)  # before a recording is decoded
-
-    def load() -> VoiceChat:
-        return open_model(model, compiled, speech_weights, kv_cache)
-
-    call = Call(targets, system_prompt, seed, protocol, file is None)
+    call = Call(targets, system_prompt, seed, protocol, file is None, push_to_talk)
     with LocalServer() as here, contextlib.ExitStack() as files:
         dialogue: Dialogue
         if file is None:
-            push = None if protocol != "strict-v3" else typed
             make = _canceller(echo_cancellation, noise_suppression, auto_gain)
-            dialogue = _live(call, input_device, output_device, duration, half_duplex, url is None, push, make)
+            kind = _kind(protocol, typed, push_to_talk)
+            dialogue = _live(call, kind, input_device, output_device, duration, half_duplex, url is None, make)
         else:
             dialogue = _recital(files, file, max_seconds, extra_decoding_seconds, fast)
         if url is None:
-            url, api_key = here.start(model, load, voice, max_seconds + extra_decoding_seconds)
+            sources = files.enter_context(ToolSources(wanted, call.say))
+            held = LoadOptions(compiled, speech_weights, kv_cache)
+            url, api_key = here.start(
+                lambda: sources.fit_to(open_model(model, held)),
+                model=model,
+                voice=voice,
+                max_audio_seconds=max_seconds + extra_decoding_seconds,
+                tools=sources.tools,
+                wait_for_tools=fast,
+            )
         call.hold(dialogue, url, api_key)
 
 
@@ -208,26 +240,35 @@ def _canceller(wanted: bool, noise_suppression: bool, auto_gain: bool) -> MakeCa
     return functools.partial(EchoCanceller, noise_suppression=noise_suppression, auto_gain=auto_gain)
 
 
+def _kind(protocol: str, typed: bool, push_to_talk: bool) -> Callable[..., Live]:
+    """What a person's conversation is held with: an open microphone, or turns of their own."""
+    from .live import Live
+    from .push import KEYS, KeyedTurns, PushToTalk
+
+    if protocol == "strict-v3":
+        return functools.partial(PushToTalk, typed=typed)
+    if not push_to_talk:
+        return Live
+    note(KEYS)
+    return KeyedTurns
+
+
 def _live(
     call: Call,
+    kind: Callable[..., Live],
     input_device: str | None,
     output_device: str | None,
     duration: float | None,
     half: bool,
     here: bool,
-    push: bool | None,
     canceller: MakeCanceller | None,
 ) -> Dialogue:
-    """`push`: None for an open microphone, else push-to-talk, and whether lines are typed text."""
     from .devices import Devices
-    from .live import Live
-    from .push import PushToTalk
 
     devices = Devices()
     microphone, loudspeaker = devices.choose(input_device, "input"), devices.choose(output_device, "output")
     if half:
         note(HALF_DUPLEX)
-    kind = Live if push is None else functools.partial(PushToTalk, typed=push)
     return kind(
         devices,
         microphone,
@@ -243,10 +284,14 @@ def _live(
 class Call:
     """One conversation: how it is opened, and where its words and its speech go."""
 
-    def __init__(self, targets: Targets, system_prompt: str | None, seed: int, protocol: str, live: bool) -> None:
+    def __init__(
+        self, targets: Targets, system_prompt: str | None, seed: int, protocol: str, live: bool, own_turns: bool
+    ) -> None:
         self._targets, self._system_prompt, self._seed = targets, system_prompt, seed
         self._protocol, self._live = protocol, live
+        self._own_turns = own_turns
         self._output = Output()
+        self._unwritten: VoiceChatError | None = None
         self._text = LiveText(self._output.write)
 
     def say(self, line: str) -> None:
@@ -262,18 +307,30 @@ class Call:
             asyncio.run(self._converse(dialogue, url, api_key, files))
             if dialogue.seconds == 0:
                 dialogue.fail_if_cut_short()  # and leave existing files as they are
-        self._text.close()
+            self._text.close()  # before the files, which may fail
         for fault in dialogue.faults():
             note(fault)
+        if self._unwritten:
+            raise self._unwritten
         dialogue.fail_if_cut_short(self._targets.output_audio)
 
     async def _converse(self, dialogue: Dialogue, url: str, api_key: str, files: contextlib.ExitStack) -> None:
+        from .client import MlxcelWire
+
         async with self._connected(url, api_key) as wire:
-            await wire.open(self._system_prompt, self._seed)
+            if self._own_turns:
+                assert isinstance(wire, MlxcelWire)
+                await wire.open(self._system_prompt, self._seed, own_turns=True)
+            else:
+                await wire.open(self._system_prompt, self._seed)
+            self._text.tools = bool(wire.tools)
             outputs = Outputs(files, self._targets, wire)
 
             def take(event: Event) -> bool:
                 outputs.take(event)
+                if outputs.fault and not self._unwritten:
+                    self._unwritten = outputs.fault
+                    self.say(f"{outputs.fault.message} The conversation goes on without it.")
                 self._text.take(event)
                 # Else nobody reads on or listens, and nothing is to be written.
                 return bool(self._targets) or dialogue.audible or not self._output.closed

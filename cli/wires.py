@@ -44,6 +44,7 @@ class Timeline:
 
     input_rate_hz = 16_000
     frame_samples = 1_280
+    tools: tuple[str, ...] = ()  # of the server's operator; these dialects do not tell
 
     def __init__(self, output_rate_hz: int) -> None:
         self.output_rate_hz = output_rate_hz

@@ -24,7 +24,7 @@ from mlx_voicechat.weights.hub import BASE_PATTERNS, gigabytes
 
 from . import card, writer
 from .plans import Plan, Quantised, Setting
-from .source import BLOCK_BYTES, Block, Say, Source, Tensor
+from .source import BLOCK_BYTES, Block, Say, Source, Tensor, stored_bytes
 from .writer import Entry
 
 LAYOUT_NAMES = {"nvidia": "NVIDIA's original", "mlx-community": "mlx-community layout", "ours": "mlx-voicechat format"}
@@ -88,7 +88,7 @@ class Job:
     def describe(self, target: Path) -> list[str]:
         """What a user should know before the work."""
         source, count = self.source, len(self.source.tensors)
-        held = sum(part.bytes for tensor in source.tensors.values() for part in tensor.parts.values())
+        held = sum(stored_bytes(part) for tensor in source.tensors.values() for part in tensor.parts.values())
         rules = "; ".join(f"{text}: {setting}" for text, setting in self.plan.described().items())
         return [
             f"source: {source.name}, {LAYOUT_NAMES[source.layout]}, {count:,} tensors, {gigabytes(held)}",

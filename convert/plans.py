@@ -241,7 +241,7 @@ def find(name: str) -> Plan:
     if not name.endswith(".toml"):
         raise InputError(f"There is no plan {name!r}.", f"Plans: {', '.join(NAMED)}, or a file that ends in .toml.")
     try:
-        raw = tomllib.loads(Path(os.path.expanduser(name)).read_text(encoding="utf-8"))
+        raw = tomllib.loads(Path(os.path.expanduser(name)).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(f"The plan {name} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and TOMLDecodeError are the first

@@ -13,7 +13,7 @@ from mlx_voicechat.weights.shards import some_of
 
 from .conversion import Job, Output, Progress, as_bytes
 from .plans import Quantised
-from .source import BLOCK_BYTES, Source, open_source
+from .source import BLOCK_BYTES, Source, open_source, stored_bytes
 
 BFLOAT16 = 2.0**-8  # half a unit in the last place, of the value
 AFFINE_STEPS = 1.1  # MLX moves the scale so that zero is exact: the far end may lie a step outside
@@ -86,7 +86,7 @@ def _rows_of_part(source: Source, name: str, part: str) -> int:
     count = stored.shape[0] if stored.shape else 1
     if source.read_whole(tensor):
         return max(1, tensor.shape[0], count)
-    return max(1, BLOCK_BYTES * max(1, count) // max(1, stored.bytes))
+    return max(1, BLOCK_BYTES * max(1, count) // max(1, stored_bytes(stored)))
 
 
 def _rounding(array: mx.array) -> mx.array:

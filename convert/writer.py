@@ -2,7 +2,8 @@
 
 Files are written into a sibling of the target, which is renamed at the end. The sibling's name is the target's own and
 one that nobody else uses, and who writes it holds a lock on it, which the system releases whatever ends the program: a
-sibling that is not locked was left by a conversion that was killed, and the next one removes it.
+sibling that is not locked was left by a conversion that was killed, and the next one removes it. Where the disk has no
+locks, the sibling is its own, and one that is there already is left to who can tell whose it is.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from mlx_voicechat.weights.shards import INDEX_FILE
 
 SIBLING = ".{}.mlx-voicechat-converting"
 SHARD_BYTES = 5 * 10**9
+UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # not by this disk
 WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "U8": 1}  # bytes by safetensors type
 
 
@@ -38,8 +40,12 @@ def write(descriptor: int, data: Any, offset: int) -> None:
 
 
 def flush(descriptor: int) -> None:
-    """Until it is on the disk: a file, or the names in a folder."""
-    os.fsync(descriptor)
+    """Until it is on the disk: a file, or the names in a folder; network shares have no such thing for folders."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
 
 
 def rename(old: Path, new: Path) -> None:
@@ -82,9 +88,9 @@ def folder(target: Path) -> Iterator[Path]:
     try:
         with _naming(target):
             yield sibling
-            flush(lock)
+            fault = _flushed(lock)
             rename(sibling, target)
-        _flush_parent(target)
+        _flush_parent(target, fault)
     except BaseException:
         if sibling.is_dir():
             shutil.rmtree(sibling, ignore_errors=True)
@@ -96,9 +102,11 @@ def folder(target: Path) -> Iterator[Path]:
 def _locked(sibling: Path, target: Path) -> int:
     """An empty sibling and the descriptor that locks it; what a killed conversion left there is removed."""
     while True:
+        made = False
         with _naming(target):
             with suppress(FileExistsError):
                 make_folder(sibling)
+                made = True
             try:
                 lock = os.open(sibling, os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:  # its owner has just finished
@@ -117,7 +125,14 @@ def _locked(sibling: Path, target: Path) -> int:
                 f"Another conversion is writing {target}.", "Wait for it, or name another folder."
             ) from None
         except OSError as error:
+            if made and error.errno in UNSUPPORTED:
+                return lock
             os.close(lock)
+            if error.errno in UNSUPPORTED:
+                raise InputError(
+                    f"{sibling} is of another conversion, and this disk has no locks that would tell whether it runs.",
+                    "Remove that folder if none does, or name another one.",
+                ) from None
             raise VoiceChatError(f"{sibling} cannot be taken over: {error.strerror}.", "Remove it.") from None
 
 
@@ -136,17 +151,28 @@ def _naming(target: Path) -> Iterator[None]:
         ) from error
 
 
-def _flush_parent(target: Path) -> None:
-    """So that the new name outlives a power cut."""
-    descriptor = os.open(target.parent, os.O_RDONLY)
+def _flushed(folder: int) -> OSError | None:
+    """Have the names in a folder written to the disk; what keeps them from it is no reason to give up the folder."""
     try:
-        flush(descriptor)
+        flush(folder)
     except OSError as error:
+        return error
+    return None
+
+
+def _flush_parent(target: Path, fault: OSError | None) -> None:
+    """So that the new name outlives a power cut, too; `fault` is that of the folder itself."""
+    try:
+        parent = os.open(target.parent, os.O_RDONLY)
+    except OSError as error:
+        fault = fault or error
+    else:
+        fault = _flushed(parent) or fault
+        os.close(parent)
+    if fault is not None:
         raise VoiceChatError(
-            f"{target} is complete, but may not outlive a power cut: {error.strerror or error}.", "Check the disk."
-        ) from error
-    finally:
-        os.close(descriptor)
+            f"{target} is complete, but may not outlive a power cut: {fault.strerror or fault}.", "Check the disk."
+        ) from fault
 
 
 class File:

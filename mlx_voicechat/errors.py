@@ -84,6 +84,13 @@ class DeviceError(VoiceChatError):
     exit_code = 1
 
 
+class ToolError(VoiceChatError):
+    """A tool that could not be called, failed, or gave nothing of use; the message is also the model's."""
+
+    code = "tool_error"
+    exit_code = 1
+
+
 def brief(value: Any) -> str:
     """`value` in a message; Python refuses to print integers of thousands of digits."""
     try:

@@ -63,7 +63,7 @@ class AudioFrame:
 
 
 class FailureReason(str, Enum):
-    """Why a call failed. After the first five the model gets an error as the result; after the others it gets none."""
+    """Why a call failed. The model gets an error as its result, except after `TOO_MANY` and `UNCLOSED`."""
 
     MALFORMED = "malformed"  # no JSON of a call in it, or bytes that are no UTF-8
     UNKNOWN_TOOL = "unknown_tool"

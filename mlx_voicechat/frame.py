@@ -174,11 +174,12 @@ class SpeechRequest:
 class PositionsRequest:
     """Positions of the language model between two frames, text PAD, that hear `audio` (1, 1, H).
 
-    `function_ids` are forced; empty is one position whose function id is the model's own.
+    `function_ids` are forced; empty is one position whose function id is the model's own. `opens`: the last takes BOS.
     """
 
     function_ids: tuple[int, ...]
     audio: mx.array
+    opens: bool = False
 
 
 Request: TypeAlias = FrameRequest | SpeechRequest | PositionsRequest

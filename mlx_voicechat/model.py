@@ -248,10 +248,11 @@ class Model:
         frame = self._emit(codes, first, None, state, stage)
         return replace(frame, text_id=self.config.pad_id, function_id=self.config.pad_id)
 
-    def think(self, function_ids: tuple[int, ...], state: State, audio: mx.array) -> int:
+    def think(self, function_ids: tuple[int, ...], state: State, audio: mx.array, opens: bool = False) -> int:
         """Positions of the language model between two frames, text PAD, that hear `audio` (1, 1, H); one evaluation.
 
-        `function_ids` are forced, one a position; none is one position that chooses its own. Returns the last one's id.
+        `function_ids` are forced, one a position; none is one position that chooses its own. `opens`: the text id
+        of the last is BOS. Returns the function id of the last.
         """
         count = max(len(function_ids), 1)
         pad = mx.array([self.config.pad_id])
@@ -262,7 +263,7 @@ class Model:
             audio = mx.broadcast_to(audio, (1, count, audio.shape[-1]))
         hidden, state.language = self.language.step(self.language.fuse(texts, audio, functions), state.language)
         own = self.language.choose(hidden)[1]
-        state.text_id = pad
+        state.text_id = mx.array([self.config.bos_id]) if opens else pad
         state.function_id = mx.array(function_ids[-1:], own.dtype) if function_ids else own
         values = self._read([state.function_id], state)
         self._advance(state, count)
@@ -273,7 +274,7 @@ class Model:
         if isinstance(request, FrameRequest):
             return self.frame(request.heard, state, request.draws, request.override, profile)
         if isinstance(request, PositionsRequest):
-            return self.think(request.function_ids, state, request.audio)
+            return self.think(request.function_ids, state, request.audio, request.opens)
         return self.aside(request.heard, state, request.draws, request.spoken, profile)
 
     def between(self, kind: str) -> mx.array:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import numpy as np
 
 from .errors import InputError, brief
 
@@ -20,30 +18,28 @@ MAX_SECONDS = 1e9  # 30 years: a limit beyond it is a mistake
 MAX_GUIDANCE = 1e6  # logits stay finite
 
 
-def option(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
-    """A field of an options class; `help` and `choices` are what a command shows."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+def option(default: Any, help: str, choices: tuple[Any, ...] = (), **more: Any) -> Any:
+    """A field of an options class: what it takes, and what a command shows.
+
+    `more`: metavar, envvar and show_default as a command has them; min and max; `above` 0 for seconds.
+    """
+    return field(default=default, metadata={"help": help, "choices": choices, **more})
 
 
-def help_of(options: type, name: str) -> str:
-    """The help text of one option of `LoadOptions` or `SessionOptions`."""
-    return {each.name: each for each in fields(options)}[name].metadata["help"]
-
-
-def default_of(options: type, name: str) -> Any:
-    """The default of one option."""
-    return {each.name: each for each in fields(options)}[name].default
+def described(options: type, name: str) -> Mapping[str, Any]:
+    """What `option` was told of a field of an options class."""
+    return {each.name: each for each in fields(options)}[name].metadata
 
 
 @dataclass(frozen=True)
 class LoadOptions:
     """How a checkpoint is held in memory. Raises InputError for a value that is none of its choices."""
 
-    compile: bool | None = option(None, "fuse the kernels of a frame; by default on a GPU and not on a CPU")
-    speech_weights: Any = option(
-        None, "precision of the speech networks' weights; by default what the memory allows", (None, "f32", "q8")
+    compile: bool | None = option(None, "Fuse kernels first; on a GPU only if absent.", show_default=False)
+    speech_weights: str | None = option(
+        None, "How speech weights are held; else by memory.", (None, "f32", "q8"), show_default=False
     )
-    kv_cache: str = option("f32", "precision of the speech generator's keys and values", ("f32", "bf16"))
+    kv_cache: str = option("f32", "How the speech generator's keys and values are held.", ("f32", "bf16"))
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -53,32 +49,33 @@ class LoadOptions:
 class SessionOptions:
     """How a conversation is opened. Raises InputError that names the option and what it takes."""
 
-    system_prompt: str | None = option(None, "system prompt; by default the checkpoint's own")
-    seed: int = option(0, "seed of the sampler's noise, 0 or more")
-    max_seconds: float | None = option(None, "end of the session, in seconds of audio heard")
-    voice: str | None = option(None, "name of a voice; by default the checkpoint's own")
-    guidance_scale: float | None = option(None, "classifier-free guidance of the speech; by default the checkpoint's")
-    noise: Noise | None = option(None, "replaces the sampler's draws: (uniform (5, C), normal (5, Z)) of a step")
-    profile: bool = option(False, "time the stages of a frame")
-    tools: Sequence[Tool] = option((), "what the model may call; at most 32, five are recommended")
-    tool_clock: str = option("held", "whether frames go on while a call is written and answered", ("held", "running"))
-    tool_audio: str = option("silence", "what the model hears meanwhile on the held clock", ("silence", "zero"))
-    tool_timeout: float = option(30.0, "seconds until a call without a result fails")
-    tool_key_order: str = option("given", "order of the keys of a tool's JSON in the prompt", ("given", "sorted"))
-    prompt_copies: int = option(1, "how often the system prompt stands before the conversation", (1, 2))
-    drop_strays: bool = option(False, "in the agent's turn, let nothing but a call onto the function channel")
-    wait_for_tools: bool = option(False, "wait for a call's function before the next frame: for files")
-    turns: str = option("model", "who opens and ends the assistant's turns", ("model", "application"))
-    turn_events: bool = option(False, "tell the turns of a model that owns them, too")
-    longest_turn: float | None = option(None, "seconds after which an application's turn is ended")
+    system_prompt: str | None = option(None, "The model's own if absent.", metavar="TEXT")
+    seed: int = option(0, "Of the speech's noise: same seed, same speech.", metavar="N", min=0)
+    max_seconds: float | None = option(None, "End the conversation after so much audio.", metavar="SECONDS", above=0)
+    voice: str | None = option(None, "One of the model's voices, if it has several.", metavar="NAME")
+    guidance_scale: float | None = option(
+        None, "How closely speech follows text; else the model's.", metavar="X", min=0, max=MAX_GUIDANCE
+    )
+    noise: Noise | None = option(None, "Replaces the sampler's draws: (uniform (5, C), normal (5, Z)) of a step.")
+    profile: bool = option(False, "Frame times by stage.")
+    tools: Sequence[Tool] = option((), "What the model may call; at most 32, five are recommended.")
+    tool_clock: str = option("held", "Whether frames go on while a call is written and answered.", ("held", "running"))
+    tool_audio: str = option("silence", "What the model hears meanwhile on the held clock.", ("silence", "zero"))
+    tool_timeout: float = option(30.0, "Until a call without a result fails.", metavar="SECONDS", above=0)
+    tool_key_order: str = option("given", "Order of the keys of a tool's JSON in the prompt.", ("given", "sorted"))
+    prompt_copies: int = option(1, "How often the system prompt stands before the conversation.", (1, 2))
+    drop_strays: bool = option(False, "In the agent's turn, let nothing but a call onto the function channel.")
+    wait_for_tools: bool = option(False, "Wait for a call's function before the next frame: for files.")
+    turns: str = option("model", "Who opens and ends the assistant's turns.", ("model", "application"))
+    turn_events: bool = option(False, "Tell the turns of a model that owns them, too.")
+    longest_turn: float | None = option(None, "End an application's turn after so long.", metavar="SECONDS", above=0)
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        for name, most in (("max_seconds", MAX_SECONDS), ("longest_turn", MAX_SECONDS), ("tool_timeout", MAX_SECONDS)):
-            if getattr(self, name) is not None:
-                checked_number(name, getattr(self, name), most, above_zero=True)
-        if self.guidance_scale is not None:
-            checked_number("guidance_scale", self.guidance_scale, MAX_GUIDANCE)
+        for each in fields(self):
+            value, seconds = getattr(self, each.name), "above" in each.metadata
+            if value is not None and (seconds or "max" in each.metadata):
+                checked_number(each.name, value, each.metadata.get("max", MAX_SECONDS), above_zero=seconds)
         if self.system_prompt is not None and not isinstance(self.system_prompt, str):
             raise InputError(f"system_prompt must be a string, not {type(self.system_prompt).__name__}.")
         if self.voice is not None and not isinstance(self.voice, str):
@@ -100,7 +97,7 @@ def checked_number(name: str, value: Any, most: float, above_zero: bool = False)
 
 def check_seed(seed: Any) -> None:
     """InputError for a seed that is no integer of at least 0."""
-    if not isinstance(seed, int | np.integer) or isinstance(seed, bool) or seed < 0:
+    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or seed < 0:
         raise InputError(f"seed is {brief(seed)}, expected an integer of at least 0.")
 
 

@@ -272,8 +272,8 @@ class Session:
     def interrupt(self) -> None:
         """EOS at the next frame; a tool call is dropped."""
         self._require_open()
+        self._turns.interrupt(self.in_cycle)
         self._undelivered.extend(self._channel.drop(self.frames - 1))
-        self._turns.interrupt()
 
     # -- requests and outcomes -----------------------------------------------------------------------------------
 
@@ -299,7 +299,8 @@ class Session:
         channel = self._channel
         if channel.between_frames:
             ids = channel.run_ids or tuple(self._forcing.functions)[:1]
-            return PositionsRequest(ids, self.model.between(self.options.tool_audio))
+            audio = self.model.between(self.options.tool_audio)
+            return PositionsRequest(ids, audio, channel.cycle.opens(len(ids)))
         if not self._frame_waits:
             return None
         zero = self._turns.zero_frame(self._hearing.waits_in_turn)

@@ -35,7 +35,7 @@ def byte_alphabet() -> dict[str, int]:
 def _checked_file(path: Path) -> str:
     """The file's text, once it is sure to be whole and of the one kind that the decoder below knows."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         raw = json.loads(text)
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no tokenizer.json.", REMEDY) from None

@@ -19,6 +19,7 @@ MAX_SETTLING = 20
 MAX_CLOSING = 27  # EOS, what it takes to fall silent, and one more
 SILENT_FRAMES = 3  # in a row, until a turn has ended for the ear
 MAX_TAIL = 25  # after EOS
+HUSHED_FRAMES = 3  # after a cycle that was interrupted
 OWED_FRAMES = 4  # the model's own BOS after a cycle is waited for so long
 SILENT_DBFS = -60.0  # of what is said
 DEAD_DBFS = -90.0
@@ -114,6 +115,7 @@ class Turns:
         self._silent = 0
         self._reason: CloseReason | None = None
         self._ending = False  # EOS on the next frame
+        self._hushed = 0  # frames of PAD after it
         self._owed: int | None = None  # frames since a cycle whose BOS has not come
         self._watch = Watch()
         self._open_frames = 0
@@ -146,9 +148,13 @@ class Turns:
         self._require_user("open_turn")
         self._enter(Phase.OPENING)
 
-    def interrupt(self) -> None:
-        """EOS at the next frame; a turn of the agent that was to be opened is not."""
+    def interrupt(self, in_cycle: bool = False) -> None:
+        """EOS at the next frame; a turn of the agent that was to be opened is not.
+
+        After a cycle the next frames are PAD: the model has just got something to say.
+        """
         self._ending = True
+        self._hushed = HUSHED_FRAMES if in_cycle else 0
         if self.phase == Phase.AGENT and self._tail is None:
             self._reason = self._reason or CloseReason.INTERRUPTED
         elif self.phase in (Phase.SETTLING, Phase.OPENING):
@@ -179,7 +185,7 @@ class Turns:
         """What the next frame must carry."""
         if self._ending:
             return Forced(self._ids.eos, self._ids.pad if self._tools or self.application else None)
-        if self.phase == Phase.CLOSING:
+        if self.phase == Phase.CLOSING or self._hushed:
             return Forced(self._ids.pad, self._ids.pad)
         if in_cycle:
             return Forced()
@@ -201,6 +207,7 @@ class Turns:
     def took(self, passed: Passed, dbfs: Callable[[], float], transcript: str) -> tuple[list[Event], list[Event]]:
         """What the frame means: events before what the frame says, and after its audio."""
         self._blanks = 0 if passed.spoke or passed.loud else self._blanks + 1
+        self._hushed -= self._hushed > 0 and not self._ending
         self._ending = False
         opens = passed.text_id == self._ids.bos or passed.called
         before: list[Event] = []

@@ -73,6 +73,8 @@ class VoiceChat(Model):
             session.push(silence)
         first = self.rnnt.first(mx.zeros((1, 1, self.config.encoder.d_model)), self.rnnt.init_state())
         self.rnnt.finish(first, [0], self.rnnt.init_state())
+        if self.call_tokens is not None:
+            self.between("silence")
         self._openings.clear()
         self.session(voice=voice)
 
@@ -134,7 +136,7 @@ def load_opened(
     if warning is not None:
         say(warning)
     loaded = VoiceChat(name, config, opened.tokenizer, parameters, say, requantise)
-    loaded.tts.cache_dtype = memory.kv_cache_type(options.kv_cache)
+    loaded.tts.cache_dtype = memory.KV_TYPES[options.kv_cache]
     on_gpu = mx.default_device().type == mx.gpu
     if (on_gpu if options.compile is None else options.compile) and not loaded.compile():
         say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")

@@ -20,7 +20,7 @@ from uvicorn.protocols.utils import ClientDisconnected
 
 from .access import Gate, refusal
 from .connection import FAILED, Connection, sessions_in_use
-from .dialects import DUPLEX, MLXCEL, OPENAI, PATHS, REALTIME, Dialect, UnknownProtocol, chosen
+from .dialects import DUPLEX, MLXCEL, OPENAI, PATHS, REALTIME, STRICT_V3, Dialect, UnknownProtocol, chosen
 from .duplex_connection import DuplexConnection, DuplexSessions, waits_for_a_message
 from .engine import LOADING, READY, WARMING, Engine
 from .limits import RETRY_SECONDS
@@ -30,9 +30,10 @@ from .openai_connection import OpenAIConnection
 from .origins import Origins, normal
 from .page import page_paths, page_routes
 from .settings import ServerSettings
+from .strict_v3 import StrictV3Connection
 from .typed_voice import find_voice
 
-SERVED = (MLXCEL, OPENAI, DUPLEX)  # the dialects of this server
+SERVED = (MLXCEL, OPENAI, DUPLEX, STRICT_V3)  # the dialects of this server
 NOT_HERE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 END_SECONDS = 1.0  # for the frame that runs when the server ends
 
@@ -83,6 +84,8 @@ class Routes:
         engine, settings, voice = self._engine, self._settings, self._voice
         if dialect.name == MLXCEL:
             return Mlxcel(websocket, engine, settings)
+        if dialect.name == STRICT_V3:
+            return StrictV3Connection(websocket, engine, settings, voice)
         if dialect.name == DUPLEX:
             return DuplexConnection(websocket, engine, settings, voice, self._sessions)
         return OpenAIConnection(websocket, engine, settings, voice, dialect.beta)

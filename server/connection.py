@@ -60,6 +60,7 @@ class Connection(ABC):
     """
 
     needs_slot = True  # whether it is refused where there is no free one
+    slow_seconds = SLOW_SECONDS  # that an event may wait to be sent
 
     def __init__(self, websocket: WebSocket, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
@@ -195,9 +196,13 @@ class Connection(ABC):
         if self.loop.time() < end:
             self._watch = self.loop.call_at(min(end, self.loop.time() + LOOK_SECONDS), self.watch_silence)
             return
-        self.send(patience.event)
-        self.close(POLICY)
+        self.out_of_patience(patience.event)
         self.gone()
+
+    def out_of_patience(self, event: Any) -> None:
+        """The client was silent for too long."""
+        self.send(event)
+        self.close(POLICY)
 
     def _awake(self) -> float:
         """Since when this process runs: what a client did while it stood still, or its machine slept, is not read yet.
@@ -233,9 +238,9 @@ class Connection(ABC):
             self._moved.set()
 
     async def _unblocked(self, since: float) -> bool:
-        """Whether the client reads, SLOW_SECONDS after an entry came into the queue at the latest."""
+        """Whether the client reads, `slow_seconds` after an entry came into the queue at the latest."""
         while self._socket.blocked:
-            seconds = max(since, self._awake()) + SLOW_SECONDS - self.loop.time()
+            seconds = max(since, self._awake()) + self.slow_seconds - self.loop.time()
             if seconds <= 0:
                 return False
             with suppress(asyncio.TimeoutError):

@@ -15,6 +15,7 @@ REALTIME = "/v1/realtime"
 PATHS = {REALTIME: None, "/v1/duplex": DUPLEX, "/v1/realtime/v3": STRICT_V3}  # the dialect of those that have one
 BETA_HEADER, BETA_VALUE, BETA_SUBPROTOCOL = "openai-beta", "realtime=v1", "openai-beta.realtime-v1"
 YES = ("1", "true", "on")
+ALIASES = {"voicechat.realtime.v3": STRICT_V3}  # other names of a dialect in `?protocol=`
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ def chosen(
     beta = BETA_VALUE in asks or BETA_SUBPROTOCOL in subprotocols
     by_query = DUPLEX if query.get("duplex", "").lower() in YES else None
     by_client = OPENAI if "model" in query or beta else default
-    name = PATHS[path] or query.get("protocol") or by_query or by_client
+    asked = query.get("protocol", "")
+    name = PATHS[path] or ALIASES.get(asked, asked) or by_query or by_client
     if name not in PROTOCOLS:
         raise UnknownProtocol(name)
     return Dialect(name, beta and name == OPENAI)

@@ -25,6 +25,7 @@ from .duplex_overlap import Overlap
 from .engine import Engine
 from .items import Item
 from .journal import Attachment, Entry, Journal
+from .json_messages import is_integer
 from .openai import OpenAISession
 from .openai_config import SessionConfig
 from .openai_events import ServerEvent, Wrong, server_event
@@ -51,7 +52,7 @@ class DuplexSession(OpenAISession):
         close: Callable[[int], None],
         forget: Callable[[DuplexSession], None],
     ) -> None:
-        self.epoch = self.turn_id = 0
+        self.epoch = self.turn_id = self.last_client_event_seq = 0
         self.attachment = Attachment(settings.disconnect_grace_seconds)
         self.journal = Journal()
         self.overlap = Overlap()
@@ -82,6 +83,7 @@ class DuplexSession(OpenAISession):
             "session": self.session_object(),
             "attachment_generation": self.attachment.generation,
             "resume_token": token,
+            "last_client_event_seq": self.last_client_event_seq,
         }
         send(ServerEvent("session.resumed", fields))
         for entry in entries:
@@ -117,6 +119,15 @@ class DuplexSession(OpenAISession):
         if not self.ended:
             super().end()
             self._forget(self)
+
+    def is_new(self, message: dict[str, Any]) -> bool:
+        """A client may number its messages (`client_event_seq`), to send again what did not arrive."""
+        number = message.get("client_event_seq")
+        if not is_integer(number):
+            return True
+        new = number > self.last_client_event_seq
+        self.last_client_event_seq = max(self.last_client_event_seq, number)
+        return new
 
     # -- events --------------------------------------------------------------------------------------------------
 
@@ -220,7 +231,7 @@ class DuplexSession(OpenAISession):
     # -- the engine's events -------------------------------------------------------------------------------------
 
     def deliver(self, event: Any) -> None:
-        if isinstance(event, FunctionFailed) and not self.ended:
+        if isinstance(event, FunctionFailed) and not self.ended and not self.prompt.operators:
             failed = self.stamp("function_call.done") | {"call_id": event.call_id or None, "name": None}
             self.emit("duplex.function_call.done", event=failed | {"arguments": event.raw, "reason": event.reason})
             return

@@ -80,7 +80,7 @@ def text_append(session: DuplexSession, message: dict[str, Any], event_id: str |
 
 
 def heartbeat(session: DuplexSession, message: dict[str, Any], event_id: str | None) -> None:
-    session.emit("session.heartbeat_ack", session_id=session.id)
+    session.emit("session.heartbeat_ack", session_id=session.id, last_client_event_seq=session.last_client_event_seq)
 
 
 def event_ack(session: DuplexSession, message: dict[str, Any], event_id: str | None) -> None:

@@ -97,6 +97,7 @@ class Engine:
         self.state = LOADING
         self.failure: BaseException | None = None
         self.config: Any = None
+        self.can_call = False  # whether its checkpoint has tools
         self._load = load
         self._announce = announce
         self._slots: set[Slot] = set()
@@ -201,6 +202,7 @@ class Engine:
         try:
             model = self._load()
             self.state, self.config = WARMING, model.config
+            self.can_call = model.call_tokens is not None
             model.warm(self.settings.voice)
             self.state = READY
             self._settle()

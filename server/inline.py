@@ -39,20 +39,21 @@ NEVER_SECONDS = 1e9
 class InlineDuplexClient(DuplexClient):
     """One session on a model of this process; there is neither heartbeat nor resume.
 
-    `model` is a checkpoint, or what gives a loaded one: it is called, and used, on a thread of its own. `seconds` is
-    the longest session; `typed_voice` as the option of `serve`.
+    `model` is a checkpoint's name, a loaded one, or a function that loads one: it is called, and the model is used, on
+    a thread of the client's own; nobody else may use it meanwhile. `seconds` is the longest session, `typed_voice` as
+    the option of `serve`.
     """
 
     def __init__(
         self,
-        model: str | Callable[[], VoiceChat],
+        model: str | VoiceChat | Callable[[], VoiceChat],
         *,
         config: SessionConfig | None = None,
-        seconds: float = 600.0,
+        seconds: float | None = ServerSettings.max_audio_seconds,
         typed_voice: str | None = None,
     ) -> None:
         name = model if isinstance(model, str) else "model"
-        self._load = model if callable(model) else lambda: _loaded(name)
+        self._load = model if callable(model) else lambda: _loaded(model)
         self._settings = ServerSettings(
             model=name, max_audio_seconds=seconds, idle_seconds=NEVER_SECONDS, typed_voice=typed_voice
         )
@@ -168,7 +169,7 @@ class InlineTransport:
         self._arrived.set()
 
 
-def _loaded(name: str) -> VoiceChat:
+def _loaded(model: str | VoiceChat) -> VoiceChat:
     from mlx_voicechat import load
 
-    return load(name)
+    return load(model) if isinstance(model, str) else model

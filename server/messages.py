@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mlx_voicechat.events import Event
+from mlx_voicechat.options import SessionOptions
+
+if TYPE_CHECKING:
+    from mlx_voicechat.tools import Tool as OwnTool
 
 # To the engine
 
@@ -39,17 +43,25 @@ class Pace:
 class Open:
     """Open the session; its seconds are at most `max_seconds`. A session that is open already is opened anew.
 
-    Without `pace` the audio alone is its time, and no turn is told. `turns`: who owns them. `history`: a line for each
+    Without `pace` the audio alone is its time, and a model's turn is not told. `turns`: who owns them. A tool with a
+    callable runs here, with `wait_for_tools` before the next frame; any other at the client. `history`: a line for each
     turn so far, which the prompt ends with.
     """
 
     system_prompt: str | None
     seed: int
     max_seconds: float
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[Tool | OwnTool, ...] = ()
     turns: Owner = "model"
     pace: Pace | None = None
     history: tuple[str, ...] = ()
+    wait_for_tools: bool = SessionOptions.wait_for_tools
+    tool_timeout: float = SessionOptions.tool_timeout
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the session may have to do what needs no audio: settle, or take a tool's result."""
+        return self.pace is not None or bool(self.tools) or self.turns == "application"
 
 
 @dataclass(frozen=True)
@@ -190,6 +202,7 @@ class Speech:
     codes: tuple[int, ...]
     cancelled: bool = False  # of a turn that is being driven to its end
     unheard: bool = False  # no audio was there: the model heard silence in its place
+    seconds: float = 0.0  # that the model took
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from starlette.websockets import WebSocket
 
-from mlx_voicechat.events import Cancelled, Done, FunctionDelta, TextDelta, TranscriptDelta
+from mlx_voicechat.events import Cancelled, Done, FunctionDelta, SettleTimeout, TextDelta, TranscriptDelta
 from mlx_voicechat.sound.pcm import pcm16
 
 from . import messages
 from .connection import NORMAL, Connection, Error, Patience, sessions_in_use
 from .json_messages import Malformed, client_event_id, decoded, is_integer, named, parsed
 from .limits import PROMPT_CHARACTERS, SLOW_SECONDS
+from .mlxcel_extensions import EXTENSIONS, WRITTEN, Timeline, TurnBegun, TurnEnds, told, turns_asked
 from .mlxcel_offer import check_audio, check_offer
 from .settings import ServerSettings
 
@@ -36,11 +37,12 @@ CONFIGURING, OPENING, READY, COMMITTED, BROKEN = "configuring", "opening", "read
 PING, UPDATE, CANCEL = "session.ping", "session.update", "session.cancel"
 APPEND, COMMIT = "input_audio_buffer.append", "input_audio_buffer.commit"
 INTERRUPT, CANCEL_RESPONSE = "response.interrupt", "response.cancel"
+BEGIN_TURN, END_TURN = "turn.begin", "turn.end"
 
 # The legal moves: a message in a state, and the state after it. A ping is legal in any.
 MOVES: dict[tuple[str, str], str] = {
     (CONFIGURING, UPDATE): OPENING,
-    **{(state, kind): state for state in (OPENING, READY) for kind in (APPEND, INTERRUPT)},
+    **{(state, kind): state for state in (OPENING, READY) for kind in (APPEND, INTERRUPT, BEGIN_TURN, END_TURN)},
     **{(state, COMMIT): COMMITTED for state in (OPENING, READY)},
     **{(state, kind): state for state in (OPENING, READY, COMMITTED, BROKEN) for kind in (CANCEL, CANCEL_RESPONSE)},
 }
@@ -77,7 +79,7 @@ class Pong:
 
 
 def session_options(
-    message: dict[str, Any], most_seconds: float, voice: str, rates_hz: tuple[int, int]
+    message: dict[str, Any], settings: ServerSettings, voice: str, rates_hz: tuple[int, int]
 ) -> messages.Open:
     """What `session.update` asks for; `voice` and `rates_hz` are what there is. Raises Wrong."""
 
@@ -89,6 +91,7 @@ def session_options(
     need(isinstance(session, dict), "session must be an object", session)
     try:
         check_offer(message, session, voice, rates_hz)
+        turns = turns_asked(session)
     except ValueError as fault:
         raise Wrong("session_initialization_failed", str(fault)) from None
     prompt, seed, seconds = (session.get(key) for key in ("system_prompt", "seed", "max_streaming_seconds"))
@@ -98,10 +101,11 @@ def session_options(
         raise Wrong("session_initialization_failed", f"session.system_prompt is longer than {limit}.")
     seed = 0 if seed is None else seed
     need(is_integer(seed) and seed >= 0, "session.seed must be an integer of at least 0", seed)
-    seconds = most_seconds if seconds is None else seconds
+    seconds = settings.audio_seconds if seconds is None else seconds
     numeric = is_integer(seconds) or isinstance(seconds, float)
     need(numeric and seconds > 0, "session.max_streaming_seconds must be a number above 0", seconds)
-    return messages.Open(prompt, seed, float(min(seconds, most_seconds)))
+    seconds = float(min(seconds, settings.audio_seconds))
+    return messages.Open(prompt, seed, seconds, settings.tools, turns, wait_for_tools=settings.wait_for_tools)
 
 
 def audio_samples(message: dict[str, Any], rate_hz: int) -> bytes:
@@ -138,6 +142,8 @@ class Mlxcel(Connection):
         self._setup_from = self.heard_at
         self._update_id: str | None = None
         self._frames = 0
+        self._extensions = self._own_turns = False
+        self._timeline = Timeline()
 
     def greet(self) -> None:
         self.send(Created())
@@ -205,7 +211,9 @@ class Mlxcel(Connection):
         self._setup_from = self.loop.time()
         config = self.engine.config
         voice, rates_hz = self.settings.voice or config.speaker, (config.input_rate_hz, config.output_rate_hz)
-        options = session_options(message, self.settings.max_audio_seconds, voice, rates_hz)
+        options = session_options(message, self.settings, voice, rates_hz)
+        self._extensions = bool(message.get("session", {}).get("extensions"))
+        self._own_turns = options.turns == "application"
         self._update_id = event_id
         self.slot = self.engine.reserve(options, self._deliver)
         if self.slot is None:
@@ -230,6 +238,22 @@ class Mlxcel(Connection):
     def _interrupt(self, message: dict[str, Any], event_id: str | None) -> None:
         self._state = self._after(INTERRUPT)
         self._put(messages.Interrupt(event_id))
+
+    def _begin_turn(self, message: dict[str, Any], event_id: str | None) -> None:
+        self._state = self._after_turn(BEGIN_TURN)
+        self._put(messages.BeginTurn())
+        self._put(messages.Relay(TurnBegun()))
+
+    def _end_turn(self, message: dict[str, Any], event_id: str | None) -> None:
+        self._state = self._after_turn(END_TURN)
+        self._put(messages.Relay(TurnEnds()))
+        self._put(messages.EndTurn())
+
+    def _after_turn(self, kind: str) -> str:
+        after = self._after(kind)
+        if not self._own_turns:
+            raise Wrong("invalid_request", f'{kind} needs a session.update with "turns": "application".')
+        return after
 
     def _cancel(self, message: dict[str, Any], event_id: str | None) -> None:
         self._state = self._after(CANCEL)
@@ -260,15 +284,32 @@ class Mlxcel(Connection):
             if isinstance(event, messages.Broken):
                 self._state, self.slot = BROKEN, None
             event = Error("inference_error", event.message, event.event_id)
+        elif isinstance(event, TurnBegun):
+            self._timeline.take(event)
+            event = messages.Interrupted(self._frames)
+        elif isinstance(event, SettleTimeout):
+            self._put(messages.OpenTurn())
         elif isinstance(event, messages.Speech):
             self._frames = event.frame_index + 1
-        self.send(event)
+        self._tell(event)
         if isinstance(event, messages.Opened | Error):
             self.watch_silence()
         if isinstance(event, Done | Cancelled):
             log.info("%s ended after %d frames.", self.id, event.frame_index)
             self.slot = None
             self.close(NORMAL)
+
+    def _tell(self, event: Any) -> None:
+        """Send an event, if it is for this client."""
+        if not self._timeline.take(event):
+            if self.slot is not None:
+                self.slot.sent()
+            return
+        events = [event]
+        if isinstance(event, EXTENSIONS):
+            events = told(event) if self._extensions else []
+        for each in events:
+            self.send(self._timeline.numbered(each))
 
     def _speech(self, event: messages.Speech) -> dict[str, Any]:
         pcm = pcm16(np.frombuffer(event.samples, np.float32), WIRE_SCALE).tobytes()
@@ -287,6 +328,8 @@ class Mlxcel(Connection):
         session: dict[str, Any] = {"id": self.id, "state": "ready" if ready else "configuring"}
         if ready:
             session |= {"model": self.settings.model_id, "frame_samples": config.frame_samples_in}
+        if ready and self._extensions:
+            session["tools"] = [tool.name for tool in self.settings.tools]
         session["input_audio_format"] = {"type": "pcm16", "sample_rate": config.input_rate_hz}
         session["output_audio_format"] = {"type": "pcm16", "sample_rate": config.output_rate_hz}
         return {"session": session}
@@ -319,6 +362,8 @@ HANDLERS: dict[str, Callable[[Mlxcel, dict[str, Any], str | None], None]] = {
     APPEND: Mlxcel._append,
     COMMIT: Mlxcel._commit,
     INTERRUPT: Mlxcel._interrupt,
+    BEGIN_TURN: Mlxcel._begin_turn,
+    END_TURN: Mlxcel._end_turn,
     CANCEL: Mlxcel._cancel,
     CANCEL_RESPONSE: Mlxcel._cancel,
 }
@@ -332,6 +377,7 @@ EVENTS: dict[type, tuple[str, Callable[[Mlxcel, Any], dict[str, Any]]]] = {
     TranscriptDelta: ("conversation.item.input_audio_transcription.delta", _transcript),
     TextDelta: ("response.text.delta", _token),
     FunctionDelta: ("response.function.delta", _token),
+    **WRITTEN,
     messages.Speech: ("response.audio.delta", Mlxcel._speech),
     messages.Lagging: ("session.lagging", lambda _, event: {"backlog_seconds": event.seconds}),
     messages.Committed: ("input_audio_buffer.committed", lambda _, __: {}),

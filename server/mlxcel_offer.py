@@ -1,4 +1,4 @@
-"""What a `session.update` of the dialect `mlxcel` may hold: the one voice and the formats there are, no other key."""
+"""What a `session.update` of the dialect `mlxcel` may hold: the one voice, the formats that are, and no other key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .json_messages import named
 MESSAGE_KEYS = ("type", "event_id", "session")
 SESSION_KEYS = (
     *("system_prompt", "seed", "max_streaming_seconds", "model", "voice"),
-    *("input_audio_format", "output_audio_format"),
+    *("input_audio_format", "output_audio_format", "extensions", "turns"),
 )
 PCM16 = "pcm16"
 

@@ -69,7 +69,7 @@ class OpenAISession:
         self.config = self._first_config()
         self.items = Items()
         self.ear = Ear(self._hear, self._activity)
-        self.prompt = Prompt(self.put, self._updated, self.items, settings.max_audio_seconds)
+        self.prompt = Prompt(self.put, self._updated, self.items, settings)
         self.prompt.first(self.config)
         self.utterances = Utterances(self.emit, self.items, beta, self._unanswered)
         self.response: Response | None = None
@@ -137,6 +137,10 @@ class OpenAISession:
         self.error(code, message)
         self._close(closing)
         self.end()
+
+    def is_new(self, message: dict[str, Any]) -> bool:
+        """Whether a message was not taken before; only what is resumed can be sent again."""
+        return True
 
     # -- what others see -----------------------------------------------------------------------------------------
 
@@ -384,6 +388,8 @@ class OpenAISession:
         self._after_turn()
 
     def _function_call(self, event: FunctionCall) -> None:
+        if self.prompt.operators:  # it runs here, and is not the client's
+            return
         response = self.response
         if response is not None and response.item is not None:
             response.end("completed")

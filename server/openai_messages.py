@@ -31,6 +31,8 @@ def take(session: OpenAISession, handlers: Mapping[str, Handler], frame: Mapping
     try:
         message = parsed(frame)
         event_id = client_event_id(message)
+        if not session.is_new(message):
+            return
         kind = message.get("type")
         handler = handlers.get(kind) if isinstance(kind, str) else None
         if handler is None:

@@ -14,6 +14,7 @@ from typing import Any
 from . import messages
 from .items import Items
 from .openai_config import SessionConfig
+from .settings import ServerSettings
 
 QUIET_SECONDS = 0.2  # without another update, after which the model reads its prompt
 NAMES = {"user": "User", "assistant": "Assistant", "system": "System"}
@@ -27,10 +28,11 @@ class Prompt:
         put: Callable[[messages.Request], None],
         updated: Callable[[dict[str, Any]], None],
         items: Items,
-        max_seconds: float,
+        settings: ServerSettings,
     ) -> None:
         self.touched = False  # something was heard or said
-        self._put, self._updated, self._items, self._max_seconds = put, updated, items, max_seconds
+        self.operators = False  # the tools are the server's own: the client brought none
+        self._put, self._updated, self._items, self._settings = put, updated, items, settings
         self._config: SessionConfig | None = None  # what the model was opened with, or will be
         self._begun = False
         self._waits = False  # a change waits for the end of a response
@@ -84,12 +86,13 @@ class Prompt:
     def _open(self, history: tuple[str, ...]) -> None:
         assert self._config is not None
         prompt, tools = self._config.prompt
+        self.operators = not tools and self._config.tool_choice != "none"
         self._put(
             messages.Open(
                 system_prompt=prompt,
                 seed=0,
-                max_seconds=self._max_seconds,
-                tools=tools,
+                max_seconds=self._settings.audio_seconds,
+                tools=self._settings.tools if self.operators else tools,
                 turns=self._config.owner,
                 pace=messages.Pace(),
                 history=history,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlx_voicechat.tools import Tool
+
 from . import messages
 
 if TYPE_CHECKING:
@@ -29,18 +31,17 @@ def opening(
     if request.history:
         prompt = model.config.default_system_prompt if request.system_prompt is None else request.system_prompt
         options["system_prompt"] = prompt_with(prompt, request.history, model.tokenizer)
-    if request.pace is not None:
-        options |= {"tools": _tools(request.tools), "turns": request.turns, "turn_events": True}
+    if request.stepped:
+        options |= {"tools": _tools(request.tools), "turns": request.turns, "turn_events": request.pace is not None}
+        options |= {"wait_for_tools": request.wait_for_tools, "tool_timeout": request.tool_timeout}
     session = yield from model.opening(**options)
     return session
 
 
-def _tools(tools: Sequence[messages.Tool]) -> list[Any]:
-    if not tools:
-        return []
-    from mlx_voicechat.tools import Tool
-
-    return [Tool(tool.name, tool.description, dict(tool.parameters)) for tool in tools]
+def _tools(tools: Sequence[messages.Tool | Tool]) -> list[Tool]:
+    return [
+        tool if isinstance(tool, Tool) else Tool(tool.name, tool.description, dict(tool.parameters)) for tool in tools
+    ]
 
 
 def prompt_with(prompt: str, history: Sequence[str], tokenizer: Tokenizer) -> str:

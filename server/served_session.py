@@ -148,7 +148,7 @@ class ServedSession:
         self._open_anew(request)
 
     def _open_anew(self, request: messages.Open) -> None:
-        self._turns = request.pace is not None
+        self._turns = request.stepped
         self._pacer = None if request.pace is None else Pacer(request.pace, self._config.frame_seconds, self._now())
         self._owner = request.turns
         self._speaking = self._interrupting = False
@@ -163,8 +163,9 @@ class ServedSession:
             self._interrupting = self._session.turn == "agent"
             self._session.interrupt()
         else:
-            self._interrupts += 1
             self._session.force(text=self._config.eos_id)
+        if self._pacer is None:
+            self._interrupts += 1
 
     def _give(self, request: messages.Give | messages.Refuse) -> None:
         assert self._session is not None
@@ -294,9 +295,9 @@ class ServedSession:
             self._pacer.ran(self._now(), audio, self._session.turn == "agent")
         if events and isinstance(events[-1], LimitReached):
             message = f"The session's limit of {events[-1].seconds:g} s is reached. Commit, and open a new one."
-            self._tell([*self._told(events[:-1]), Refused(message, event_id)])
+            self._tell([*self._told(events[:-1], seconds), Refused(message, event_id)])
         else:
-            self._tell(self._told(events, unheard=not audio))
+            self._tell(self._told(events, seconds, unheard=not audio))
         return seconds if spoke else None
 
     def _heard(self, request: Append, end: int) -> None:
@@ -331,8 +332,8 @@ class ServedSession:
         if events:
             self._send(events, False)
 
-    def _told(self, events: list[Event], unheard: bool = False) -> list[EngineEvent]:
-        """A session's events as they cross; what ended a turn comes before its frame's own events."""
+    def _told(self, events: list[Event], seconds: float = 0.0, unheard: bool = False) -> list[EngineEvent]:
+        """A session's events as they cross; what ended a turn comes before its frame's own, of so many seconds."""
         told: list[EngineEvent] = []
         if events and isinstance(events[-1], AudioFrame):
             told += self._interrupted(events[-1].frame_index)
@@ -342,7 +343,9 @@ class ServedSession:
             if isinstance(event, AudioFrame):
                 self.backlog.frames_told += 1
                 cancelled = getattr(event, "cancelled", False)
-                told.append(Speech(event.frame_index, event.samples.tobytes(), event.codes, cancelled, unheard))
+                told.append(
+                    Speech(event.frame_index, event.samples.tobytes(), event.codes, cancelled, unheard, seconds)
+                )
             else:
                 assert not isinstance(event, LimitReached)
                 told.append(event)

@@ -84,11 +84,14 @@ class TypedVoice:
             raise TypedVoiceError("There is no text to speak.")
         if len(words) > MAX_CHARACTERS:
             raise TypedVoiceError(f"The text has {len(words):,} characters; at most {MAX_CHARACTERS:,} are spoken.")
-        with tempfile.TemporaryDirectory(prefix="mlx-voicechat-") as name:
-            folder = Path(name)
-            await asyncio.to_thread((folder / TEXT).write_text, words, encoding="utf-8")
-            await self._run(folder)
-            return await asyncio.to_thread(self._decoded, folder / WAV)
+        try:
+            with tempfile.TemporaryDirectory(prefix="mlx-voicechat-") as name:
+                folder = Path(name)
+                await asyncio.to_thread((folder / TEXT).write_text, words, encoding="utf-8")
+                await self._run(folder)
+                return await asyncio.to_thread(self._decoded, folder / WAV)
+        except OSError as fault:  # no folder, a full disk, no descriptor
+            raise TypedVoiceError(f"There is no place for a temporary file: {fault.strerror or fault}.") from None
 
     def _decoded(self, wav: Path) -> Samples:
         try:

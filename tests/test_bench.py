@@ -16,6 +16,7 @@ from mlx_voicechat.gauges import memory, traffic
 from mlx_voicechat.gauges.bench import bench, count_frame, faint_noise, growth
 from mlx_voicechat.gauges.counting import BUFFER, FUNCTIONS, METHODS, counting
 from mlx_voicechat.gauges.profile import STAGES, FrameTiming
+from mlx_voicechat.options import LoadOptions
 from mlx_voicechat.voicechat import VoiceChat, load
 from mlx_voicechat.weights.config_file import read_config
 from mlx_voicechat.weights.shards import verify
@@ -34,7 +35,7 @@ def model() -> VoiceChat:
 @pytest.fixture(scope="module")
 def measured() -> tuple[dict[str, Any], dict[str, Any]]:
     """A report and the timings of its frames."""
-    return bench(GOLDEN / "tiny-f32", FRAMES, compile=False)
+    return bench(GOLDEN / "tiny-f32", FRAMES, LoadOptions(compile=False))
 
 
 # -- counting --------------------------------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ def test_bench_with_the_profile_variables(
 
 
 def test_tables_of_an_interrupted_bench() -> None:
-    report, _ = bench(GOLDEN / "tiny-f32", FRAMES, compile=False, bandwidth_gbps=10.0, stop=lambda: True)
+    report, _ = bench(GOLDEN / "tiny-f32", FRAMES, LoadOptions(compile=False), bandwidth_gbps=10.0, stop=lambda: True)
     assert report["frames"] == 1
     assert report["realtime_factor"] is None
     assert "real-time factor -" in tables(report)

@@ -23,6 +23,7 @@ from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import CheckpointError, InputError, VoiceChatError
 from mlx_voicechat.gauges.bench import bench
 from mlx_voicechat.networks.tree import Networks
+from mlx_voicechat.options import LoadOptions
 from mlx_voicechat.weights import checkpoint, hub, layout, shards
 from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import verify
@@ -514,6 +515,6 @@ def test_each_header_is_read_once(command: str, monkeypatch: pytest.MonkeyPatch)
     elif command == "info":
         describe(str(folder))
     else:
-        bench(folder, frames=1, compile=False, bandwidth_gbps=1.0)
+        bench(folder, 1, LoadOptions(compile=False), bandwidth_gbps=1.0)
     assert len(files) > 1
     assert counts == dict.fromkeys(files, 1)

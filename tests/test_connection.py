@@ -108,3 +108,18 @@ def test_an_engine_that_breaks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["status"] == "failed"
         with pytest.raises(MemoryError):
             server.engine.wait_ready(0)
+
+
+def test_who_comes_back_at_once_finds_the_place_free() -> None:
+    """The frame that runs when a client leaves is not its successor's "busy"."""
+    model = FakeModel()
+    model.before = lambda _: time.sleep(0.1)
+    with running_server(model) as server:
+        for _ in range(5):
+            with opened(server.ws_url) as caller:
+                caller.send({**APPEND, "audio": audio(12800)})
+                caller.until("response.audio.delta")
+        with opened(server.ws_url), calling(server.ws_url) as second:
+            began = time.monotonic()
+            assert second.receive()["error"]["code"] == "server_busy"
+            assert time.monotonic() - began < 2

@@ -136,6 +136,8 @@ def test_a_call_without_an_end(token: int, positions: int) -> None:
     assert isinstance(failed, FunctionFailed)
     assert failed.reason == FailureReason.TOO_LONG
     assert not cycle.active
+    end = '<SPECIAL_21><TOOL_RESPONSE>[{"error": "the call did not end"}]</TOOL_RESPONSE><SPECIAL_22>'
+    assert inject(cycle) == end
     write(cycle)
     assert cycle.waiting
 
@@ -256,8 +258,21 @@ def test_dropping_it_in_each_state(state: CycleState) -> None:
         (3, FailureReason.CANCELLED, raw) for raw in failed
     ]
     assert cycle.state == CycleState.IDLE
-    assert cycle.known == ()
     assert cycle.drop(4) == []
+    end = "<SPECIAL_22><SPECIAL_12><SPECIAL_12>"
+    closing = {
+        CycleState.IDLE: "",
+        CycleState.CALLING: f'<SPECIAL_21><TOOL_RESPONSE>[{{"error": "cancelled"}}]</TOOL_RESPONSE>{end}',
+        CycleState.WAITING: f'<TOOL_RESPONSE>[{{"error": "cancelled"}}]</TOOL_RESPONSE>{end}',
+        CycleState.INJECTING: f"<TOOL_RESPONSE>[5]</TOOL_RESPONSE>{end}",
+        CycleState.CLOSING: end,
+    }
+    assert cycle.opens(len(cycle.known)) is (state != CycleState.IDLE)
+    assert not cycle.opens(len(cycle.known) - 1)
+    assert cycle.dropped is (state != CycleState.IDLE)
+    assert inject(cycle) == closing[state]
+    assert not cycle.dropped
+    assert not cycle.active
     assert [type(event) for event in write(cycle)] == [FunctionCall]
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,36 @@ def test_a_folder_that_takes_no_file(refused: Command, monkeypatch: pytest.Monke
 def test_a_full_disk_names_the_file(command: Command, fake: FakeModel, option: str) -> None:
     code, _, err = command("--stream", option, "/dev/full")
     assert (code, err) == (1, "error: Cannot write /dev/full: No space left on device.\n")
+
+
+@pytest.mark.parametrize("stream", [[], ["--stream"]])
+def test_speech_that_cannot_be_written_takes_no_words_with_it(
+    command: Command, fake: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: list[str]
+) -> None:
+    wanted = command(*stream)[1]
+    assert wanted
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(wave.Wave_write, "writeframesraw", full)
+    out = tmp_path / "out.wav"
+    before = list(tmp_path.iterdir())
+    code, printed, err = command(*stream, "--output-audio", out)
+    assert (code, printed) == (1, wanted)
+    assert err.splitlines()[-1] == f"error: Cannot write {out}: No space left on device."
+    assert list(tmp_path.iterdir()) == before
+
+
+def test_a_recording_that_cancels_itself_gets_a_hint(
+    command: Command, fake: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.script = {}
+    noise = np.random.default_rng(0).normal(0, 0.1, 16000).astype(np.float32)
+    soundfile.write(tmp_path / "x.wav", np.stack([noise, -noise], axis=1), 16000)
+    code, _, err = command("--audio", tmp_path / "x.wav")
+    assert code == 0
+    assert "cancel each other out when mixed" in err
 
 
 def test_events_into_a_pipe(command: Command, fake: FakeModel) -> None:

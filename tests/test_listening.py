@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -134,10 +134,11 @@ def test_a_client_that_does_not_go_on_is_closed(impatient: RunningServer, said: 
 def test_a_client_that_sends_a_letter_now_and_then_is_closed(impatient: RunningServer) -> None:
     with connected(impatient.url, b"GET /health HTTP/1.1\r\nHost: ") as client:
         deadline = time.monotonic() + SECONDS
-        with pytest.raises(ConnectionError):
+        with suppress(ConnectionError):
             while time.monotonic() < deadline:
                 client.sendall(b"a")
                 time.sleep(0.05)
+        assert time.monotonic() < deadline
 
 
 def test_a_conversation_is_no_silent_connection(impatient: RunningServer) -> None:

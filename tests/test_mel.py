@@ -1,6 +1,10 @@
 """Log-mel front end: the oracle's rows; any length; streamed rows equal whole ones; sizes from the config."""
 
+import os
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -143,3 +147,37 @@ def test_step_leaves_its_state_alone() -> None:
     np.testing.assert_array_equal(np.array(first), np.array(second))
     np.testing.assert_array_equal(np.array(state), before)
     assert state.shape == mel.init_state().shape
+
+
+READ_ONLY = """
+import os, sys
+from numba.core import caching
+from mlx_voicechat.networks.mel import _filter_bank
+
+def refuses(self):
+    raise OSError("read-only")
+
+for name in ("InTreeCacheLocator", "_InTreeCacheLocator"):
+    if hasattr(caching, name):
+        getattr(caching, name).ensure_cache_path = refuses
+try:
+    import librosa.filters
+    librosa.filters.mel
+except RuntimeError as fault:
+    assert "cannot cache" in str(fault), fault
+else:
+    raise AssertionError("this numba finds another place: the test has to be told of it")
+for name in [name for name in sys.modules if name.startswith("librosa")]:
+    del sys.modules[name]
+print(_filter_bank()(sr=16000, n_fft=512, n_mels=80).shape)
+"""
+
+
+def test_it_starts_where_packages_and_home_are_read_only(tmp_path: Path) -> None:
+    """numba, which librosa compiles with, then finds no place for its cache, and the import fails."""
+    environment = {**os.environ, "HOME": "/dev/null", "TMPDIR": str(tmp_path)}
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    done = subprocess.run([sys.executable, "-c", READ_ONLY], env=environment, capture_output=True, text=True)
+    assert done.stdout == "(80, 257)\n", done.stderr
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -180,12 +181,59 @@ def test_a_conversation(command: Command, monkeypatch: pytest.MonkeyPatch) -> No
         "use headphones: through loudspeakers the model hears itself."
     )
     assert second == "note: Built-in Microphone listens, Built-in Output speaks; Ctrl-C ends."
-    assert server.heard[0]["session"] == {"system_prompt": "Be brief.", "seed": 3}
+    assert server.heard[0]["session"] == {"system_prompt": "Be brief.", "seed": 3, "extensions": True}
     assert server.heard[-1]["type"] == "input_audio_buffer.commit"
     heard = sent(server.peer)
     assert len(heard) == 2 * 16000
     assert np.abs(heard[1000:-1000] - 0.1 * 32768).max() < 40
     assert (np.abs(sound.played - 16000 / 32767) < 0.02).sum() > 0.95 * 25 * 0.08 * 48000  # all 25 frames
+
+
+def test_push_to_talk(command: Command, noisy: Sound, monkeypatch: pytest.MonkeyPatch) -> None:
+    person, terminal = pty.openpty()
+    keys = os.fdopen(person, "wb", buffering=0)
+
+    def script(peer: Peer) -> None:
+        peer.greet()
+        hear(peer, 10, LOUD)
+        for key in (b" ", b"\r"):
+            keys.write(key)
+            assert hear(peer)
+            if peer.heard[-1]["type"] == "turn.begin":
+                peer.send("response.interrupted", frame_index=peer.frames)
+            hear(peer, 10)
+        assert hear(peer)
+        peer.finish()
+
+    noisy.speed = 1
+    with keys, os.fdopen(terminal) as stdin, standing_in(script) as server:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        code, _, err = command("--url", server.url, "--duration", 3.5, "--push-to-talk")
+    assert code == 0
+    assert (
+        "note: push to talk: the space bar or Enter begins what you say, and ends it; else nothing is heard.\n" in err
+    )
+    assert err.count("note: you are heard; press again when you have finished.\n") == 1
+    assert server.heard[0]["session"] == {"seed": 0, "extensions": True, "turns": "application"}
+    kinds = [message["type"] for message in server.heard]
+    begun, ended = kinds.index("turn.begin"), kinds.index("turn.end")
+    assert kinds.count("turn.begin") == kinds.count("turn.end") == 1
+    assert begun < ended
+    heard = [any(base64.b64decode(message.get("audio", ""))) for message in server.heard]
+    assert any(heard[begun:ended])
+    assert not any(heard[:begun])
+    assert not any(heard[ended:])
+
+
+def test_push_to_talk_without_a_terminal(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch)
+    (tmp_path / "stdin").touch()
+    with (tmp_path / "stdin").open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        result = command("--push-to-talk")
+    assert trouble(result, 2).startswith("error: --push-to-talk needs a terminal")
+    line = trouble(command("--push-to-talk", "--file", QUESTION), 2)
+    assert line == "error: --push-to-talk is for the microphone, and does not go with --file."
 
 
 def test_half_duplex(command: Command, noisy: Sound) -> None:

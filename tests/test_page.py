@@ -3,6 +3,7 @@
 Those of the browser are skipped where there is none; MLX_VOICECHAT_CHROMIUM names one.
 """
 
+import base64
 import http.client
 import json
 import re
@@ -129,7 +130,8 @@ def test_what_is_heard_is_sent_and_saved_on_one_timeline(page: Page, tmp_path: P
             page.click(button)
             wait_for_file(tmp_path, suffix)
     update = scene.received[0]
-    assert update == {"type": "session.update", "session": {"system_prompt": "Be brief.", "seed": 7}}
+    session = {"system_prompt": "Be brief.", "seed": 7, "extensions": True}
+    assert update == {"type": "session.update", "session": session}
     appends = [m for m in scene.received if m["type"] == "input_audio_buffer.append"]
     assert {m["sample_rate"] for m in appends} == {16000}
     heard = scene.heard()
@@ -235,6 +237,59 @@ def test_mute_and_half_duplex_send_silence(page: Page) -> None:
         assert not heard[spoken_over:].any()
         page.click("#stop")
         page.wait_state("ready")
+
+
+def test_a_tool_is_a_line_between_the_captions(page: Page, tmp_path: Path) -> None:
+    page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    with stand_in(Scene(ahead=RESERVE_FRAMES, tools=True)) as url:
+        talk(page, url)
+        page.wait("document.getElementById('captions').textContent.includes('is Paris.')")
+        assert captions(page) == [
+            ["You", "What is the capital of France?"],
+            ["Tool", 'look_up(country="France", most=1) → "Paris"'],
+            ["Assistant", "The capital of France is Paris."],
+        ]
+        page.click("#stop")
+        page.wait_state("ready")
+        page.click("#save-text")
+        wait_for_file(tmp_path, "txt")
+    text = next(tmp_path.glob("*.txt")).read_text(encoding="utf-8")
+    assert '[00:00.6] tool: look_up(country="France", most=1) → "Paris"\n' in text
+
+
+def test_push_to_talk_is_heard_between_two_presses(page: Page) -> None:
+    scene = Scene(ahead=RESERVE_FRAMES)
+    kinds = ("turn.begin", "turn.end")
+    with stand_in(scene) as url:
+        page.open(url)
+        page.wait_state("ready")
+        page.click("#push-to-talk")
+        page.evaluate("document.getElementById('talk').focus()")
+        page.press("Enter", 13, "\r")
+        page.wait_state("speaking")
+        assert scene.received[0]["session"] == {"seed": 0, "extensions": True, "turns": "application"}
+        assert page.evaluate("document.activeElement.textContent") == "Start speaking"
+        assert page.evaluate("document.activeElement.getBoundingClientRect().height") >= 64
+        scene.speaks = lambda index: False
+        page.wait_state("waiting")
+        assert not scene.heard().any()
+        page.press(" ", 32, " ")  # on the button
+        page.wait_state("listening")
+        assert page.evaluate("document.activeElement.textContent") == "Done"
+        time.sleep(2.5)
+        page.evaluate("document.activeElement.blur()")
+        page.press(" ", 32, " ")  # anywhere
+        page.wait_state("waiting")
+        page.click("#stop")
+        page.wait_state("ready")
+        assert page.evaluate("document.getElementById('turn').hidden")
+    sent = [message["type"] for message in scene.received if message["type"] in kinds]
+    assert sent == list(kinds)
+    begun, done = (next(i for i, m in enumerate(scene.received) if m["type"] == kind) for kind in kinds)
+    heard = [any(base64.b64decode(m.get("audio", ""))) for m in scene.received]
+    assert any(heard[begun:done])
+    assert not any(heard[:begun])
+    assert not any(heard[done:])
 
 
 # With the server itself, and the demonstration model

@@ -113,12 +113,12 @@ def test_it_is_used_with_the_keyboard_alone(page: Page) -> None:
         page.wait_state("ready")
         page.evaluate("document.activeElement.blur()")
         order = []
-        for _ in range(8):
+        for _ in range(9):
             page.press("Tab", 9)
             order.append(page.evaluate("document.activeElement.id"))
             outline = "getComputedStyle(document.activeElement).outlineStyle"
             assert page.evaluate(outline) == "solid", order
-        assert order == ["theme", "talk", "mute", "captions", "half-duplex", "prompt", "seed", "key"]
+        assert order == ["theme", "talk", "mute", "captions", "half-duplex", "push-to-talk", "prompt", "seed", "key"]
         page.evaluate("document.getElementById('talk').focus()")
         page.press("Enter", 13, "\r")
         page.wait_state("speaking")
@@ -196,6 +196,16 @@ def test_every_state_can_be_read_and_pressed_at_every_width(page: Page) -> None:
         page.click("#talk")
         page.wait_state("lost")
         looks(page, "lost")
+        scene.status, scene.stalled, scene.tools = 101, False, True
+        page.click("#push-to-talk")
+        page.click("#talk")
+        page.wait("document.querySelectorAll('.turn').length === 3")
+        page.evaluate("window.scrollTo(0, 0)")
+        page.click("#turn")
+        page.wait_state("listening")
+        looks(page, "push-to-talk")
+        page.click("#stop")
+        page.wait_state("ready")
         page.open(url.replace("127.0.0.1", ELSEWHERE))
         page.wait_state("microphone")
         looks(page, "insecure")

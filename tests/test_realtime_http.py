@@ -1,6 +1,7 @@
 """What is answered without a conversation: HTTP routes, and who may connect at all."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -255,6 +256,37 @@ def test_allowed_origins(model: VoiceChat) -> None:
             assert shared == ("https://app.example" if option == "cors_origins" else None)
     with running_server(model, allowed_origins=("*",)) as server:
         accepted(server.ws_url, origin="https://anything.example")
+
+
+def test_patterns_of_origins(model: VoiceChat) -> None:
+    patterns = ("http://*.localhost:*", "null", "https://*.app.example")
+    with running_server(model, allowed_origins=patterns) as server:
+        for origin in ("http://a.localhost:3000", "http://a.b.localhost", "null", "https://me.app.example"):
+            accepted(server.ws_url, origin=origin)
+        assert ask(server, "/health", Host="me.localhost:80")[0] == 200
+        assert ask(server, "/health", Host="me.localhost.evil")[0] == 403
+        for origin in ("https://a.localhost", "https://app.example", "https://me.app.example:444", "http://x.evil", ""):
+            assert refused(server.ws_url, additional_headers={"Origin": origin})[0] == 403
+    with running_server(model, cors_origins=patterns) as server:
+        for origin, shared in (
+            ("null", "null"),
+            ("http://a.localhost:3", "http://a.localhost:3"),
+            ("http://evil", None),
+        ):
+            assert ask(server, "/health", Origin=origin)[1].get("access-control-allow-origin") == shared
+
+
+@pytest.mark.parametrize("head", ["HTTP/1.0", "HTTP/1.0\r\nConnection: keep-alive"])
+def test_http_1_0_without_a_host(server: RunningServer, head: str) -> None:
+    """What load balancers send to see whether a server lives; a browser sends HTTP/1.1, and always a Host."""
+    place = urlsplit(server.url)
+    with socket.create_connection((str(place.hostname), place.port or 0), 30) as client:
+        client.sendall(f"GET /health {head}\r\n\r\n".encode())
+        answer = client.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 200")
+    with socket.create_connection((str(place.hostname), place.port or 0), 30) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 400")
 
 
 def test_an_origin_does_not_replace_the_key(locked: RunningServer) -> None:

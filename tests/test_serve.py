@@ -1,6 +1,7 @@
 """The command `serve` as a process: what it says when it begins, how it ends, what it refuses."""
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +21,7 @@ from websockets.sync.client import connect
 
 from mlx_voicechat.cli.main import run
 from mlx_voicechat.server.access import is_loopback
-from tests.support.caller import greeted
+from tests.support.caller import greeted, opened
 from tests.support.checkpoints import GOLDEN
 from tests.support.faults import RawClient, audio
 from tests.support.server import PROGRAM, serve_process
@@ -198,6 +200,11 @@ def test_an_address_that_is_not_to_be_had() -> None:
         (["--cors-origins", "https://a.org,https://b.org/path"], "https://b.org/path"),
         (["--cors-origins", "http://["], "http://["),
         (["--allowed-origins", "http://a.org:99999"], "http://a.org:99999"),
+        (["--allowed-origins", "https://a*.org"], "https://*.name"),
+        (["--allowed-origins", "http://*:3000"], "https://*.name"),
+        (["--allowed-origins", "*://a.org"], "https://name"),
+        (["--allowed-origins", "https://a.org,file:///x"], "allow null"),
+        (["--cors-origins", "ws://a.org:8080"], "http://a.org:8080"),
         (["--api-prefix", "/{name:nothing}"], "--api-prefix"),
         (["--api-prefix", "a//b"], "--api-prefix"),
         (["--host", ""], "--host"),
@@ -218,6 +225,39 @@ def test_options_that_are_refused(arguments: list[str], word: str, capsys: pytes
     assert run(["serve", "-m", MODEL, *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert word in line
+
+
+@pytest.mark.parametrize(
+    ("key", "word"), [("s3cret-Key~", None), ("a/b=c=", "no browser sends /= with"), ("schlüssel", "sends ü with")]
+)
+def test_a_key_that_no_browser_can_send_gets_a_word(key: str, word: str | None) -> None:
+    with serve_process("-m", MODEL, "--api-key", key) as server:
+        said = [line for line in server.stderr if "--api-key" in line]
+    assert len(said) == (word is not None)
+    assert word is None or word in said[0]
+    assert key not in "".join(server.stderr)
+
+
+def test_a_server_that_stood_still_keeps_who_went_on_talking() -> None:
+    """The process is stopped, as a laptop's sleep does it, for longer than a client may be silent, or slow."""
+    limits = "--max-sessions", "2", "--idle-seconds", "2", "--setup-seconds", "2"
+    with ExitStack() as stack:
+        server = stack.enter_context(serve_process("-m", MODEL, *limits))
+        caller, other = stack.enter_context(opened(server.ws_url)), stack.enter_context(greeted(server.ws_url))
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            for _ in range(8):
+                time.sleep(0.5)
+                caller.send({"type": "session.ping"})
+                other.send({"type": "session.ping"})
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        for one in (caller, other):
+            for _ in range(8):
+                assert one.receive()["type"] == "session.pong"
+        caller.send({"type": "input_audio_buffer.append", "audio": audio(1280)})
+        caller.until("response.audio.delta")
+        assert caller.closed()[0] == 1008  # silence still ends it
 
 
 @pytest.mark.parametrize(

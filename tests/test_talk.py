@@ -100,7 +100,8 @@ def test_a_conversation(command: Command, second: Path, tmp_path: Path) -> None:
     assert printed == "[user] Hello\nGood day.\n[function] <call>\n"
     assert wav(out).tolist() == [index for index in range(SECOND_FRAMES) for _ in range(1764)]
     update, *appends, commit = server.heard
-    assert update == {"type": "session.update", "session": {"system_prompt": "Be brief.", "seed": 2**40}}
+    session = {"system_prompt": "Be brief.", "seed": 2**40, "extensions": True}
+    assert update == {"type": "session.update", "session": session}
     assert commit == {"type": "input_audio_buffer.commit", "pad_partial": True}
     assert all(set(append) == {"type", "audio", "sample_rate"} for append in appends)
     assert {append["sample_rate"] for append in appends} == {16000}
@@ -110,10 +111,40 @@ def test_a_conversation(command: Command, second: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(sent, soundfile.read(second, dtype="int16")[0])
 
 
+def test_what_is_called_is_shown_in_place_of_the_function_text(command: Command) -> None:
+    arguments = {"city": "Paris", "days": 2, "exact": True}
+
+    def script(peer: Peer) -> None:
+        peer.greet(tools=["get_weather", "get_time"])
+        peer.answer(2)
+        heard = {"frame_index": 2, "delta": "Rain?", "transcript": "Rain?"}
+        peer.send("conversation.item.input_audio_transcription.delta", **heard)
+        peer.send("response.function.delta", frame_index=3, token_id=8, delta="<call>", text="<call>")
+        peer.send("tool.call", frame_index=3, call_id="call_1", name="get_weather", arguments=arguments)
+        peer.send("tool.failed", frame_index=3, call_id="call_2", reason="unknown_tool", raw="get_\nrich()")
+        peer.send("tool.result", frame_index=4, call_id="call_1", result='{"weather": "raining"}')
+        peer.send("tool.result", frame_index=4, call_id="call_2", result="x" * 1000)
+        peer.text("It rains.")
+        peer.answer()
+        peer.finish()
+
+    with standing_in(script) as server:
+        code, printed, err = command(server.url)
+    assert (code, err) == (0, "")
+    assert printed.splitlines() == [
+        "[user] Rain?",
+        '[call] get_weather(city="Paris", days=2, exact=true)',
+        "[call] failed (unknown tool) get_ rich()",
+        '[result] {"weather": "raining"}',
+        f"[result] {'x' * 400}...",
+        "It rains.",
+    ]
+
+
 def test_silence_follows_and_the_prompt_may_be_absent(command: Command) -> None:
     with standing_in(whole) as server:
         assert command(server.url, "--extra-decoding-seconds", 1.5) == (0, "[user]\n", "")
-    assert server.heard[0]["session"] == {"seed": 0}
+    assert server.heard[0]["session"] == {"seed": 0, "extensions": True}
     sent = b"".join(base64.b64decode(message["audio"]) for message in server.heard[1:-1])
     assert len(sent) == 2 * 2.5 * 16000
     assert not any(sent[2 * 16000 :])

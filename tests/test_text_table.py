@@ -51,6 +51,17 @@ def get(folder: Path, build: Callable[[], mx.array] = table, fingerprint: str = 
     return text_table.cached(build, fingerprint, SHAPE, folder, said.append), "\n".join(said)
 
 
+def test_a_disk_that_cannot_flush(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(_: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    built, said = get(folder)
+    assert "cannot be kept" not in said
+    assert files(folder) == [f".mlx-voicechat/{NAME}"]
+    assert same_bits(get(folder, never)[0], built)
+
+
 def same_bits(one: mx.array, other: mx.array) -> bool:
     return bool(mx.array_equal(one.view(mx.uint32), other.view(mx.uint32)))
 

@@ -276,6 +276,16 @@ def test_interrupt() -> None:
     assert talk.ids[-1] == EOS
 
 
+def test_interrupt_in_a_cycle() -> None:
+    talk = opened(tools=True)
+    talk.frame(cycle=True, called=True)
+    talk.turns.interrupt(True)
+    at = talk.frames
+    for _ in range(6):
+        talk.frame(WORD)
+    assert talk.ids[at:] == [EOS, PAD, PAD, PAD, WORD, WORD]
+
+
 def test_interrupt_while_it_settles() -> None:
     talk = Talk()
     talk.question()

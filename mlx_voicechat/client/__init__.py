@@ -1,8 +1,8 @@
 """Clients of a server of this project, or of one that speaks as it does. Imports neither MLX nor numpy."""
 
-from .collector import EventCollector, acknowledge_collected_playback
-from .duplex import DuplexClient
-from .duplex_events import (
+from mlx_voicechat.client.collector import EventCollector, acknowledge_collected_playback
+from mlx_voicechat.client.duplex import DuplexClient
+from mlx_voicechat.client.duplex_events import (
     AudioDelta,
     ConnectionResumed,
     DuplexEvent,
@@ -17,15 +17,15 @@ from .duplex_events import (
     TextDelta,
     TranscriptDelta,
 )
-from .errors import (
+from mlx_voicechat.client.errors import (
     DuplexClientError,
     DuplexConnectionError,
     DuplexProtocolError,
     DuplexSessionClosedError,
     StrictV3Error,
 )
-from .responses import ResponseHandle
-from .session_config import (
+from mlx_voicechat.client.responses import ResponseHandle
+from mlx_voicechat.client.session_config import (
     AudioFormat,
     ReconnectPolicy,
     SessionConfig,
@@ -33,8 +33,8 @@ from .session_config import (
     create_duplex_session_config,
     read_pcm16_wav,
 )
-from .strict_handles import Call, Deadlines, StrictResponse, Turn, TypedJob
-from .strict_v3 import StrictV3Client
+from mlx_voicechat.client.strict_handles import Call, Deadlines, StrictResponse, Turn, TypedJob
+from mlx_voicechat.client.strict_v3 import StrictV3Client
 
 __all__ = [
     "AudioDelta",

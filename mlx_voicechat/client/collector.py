@@ -6,12 +6,12 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ServerError
-from .duplex_events import AudioDelta, DuplexEvent, ErrorEvent
-from .session_config import AudioFormat
+from mlx_voicechat.client.duplex_events import AudioDelta, DuplexEvent, ErrorEvent
+from mlx_voicechat.client.session_config import AudioFormat
+from mlx_voicechat.errors import ServerError
 
 if TYPE_CHECKING:
-    from .duplex import DuplexClient
+    from mlx_voicechat.client.duplex import DuplexClient
 
 TEXT_DELTAS = ("response.output_audio_transcript.delta", "response.output_text.delta")
 STAGE_METRICS = ("ttft_ms", "tpot_ms", "itls_ms")

@@ -16,7 +16,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as connect_socket
 from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI
 
-from ..errors import InputError, ServerError
+from mlx_voicechat.errors import InputError, ServerError
 
 PATH = "/v1/realtime"
 DEFAULT_URL = f"ws://127.0.0.1:8080{PATH}"

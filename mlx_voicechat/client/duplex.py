@@ -15,14 +15,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from ..errors import InputError
-from .connecting import open_socket, realtime_url
-from .duplex_events import DuplexEvent, ErrorEvent
-from .errors import DuplexSessionClosedError
-from .feed import Subscription
-from .link import Link, Transport, event_id, protocol_error
-from .responses import ResponseHandle
-from .session_config import ReconnectPolicy, SessionConfig
+from mlx_voicechat.client.connecting import open_socket, realtime_url
+from mlx_voicechat.client.duplex_events import DuplexEvent, ErrorEvent
+from mlx_voicechat.client.errors import DuplexSessionClosedError
+from mlx_voicechat.client.feed import Subscription
+from mlx_voicechat.client.link import Link, Transport, event_id, protocol_error
+from mlx_voicechat.client.responses import ResponseHandle
+from mlx_voicechat.client.session_config import ReconnectPolicy, SessionConfig
+from mlx_voicechat.errors import InputError
 
 
 class DuplexClient:

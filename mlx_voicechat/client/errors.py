@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ServerError
+from mlx_voicechat.errors import ServerError
 
 
 class DuplexClientError(ServerError):

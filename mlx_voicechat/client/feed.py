@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Generic, TypeVar
 from weakref import WeakSet
 
-from ..errors import ServerError
+from mlx_voicechat.errors import ServerError
 
 E = TypeVar("E")
 

@@ -14,14 +14,26 @@ from typing import Any, Protocol
 
 from websockets.exceptions import ConnectionClosed
 
-from ..errors import ServerError
-from .connecting import refusal
-from .duplex_events import CONNECTION_RESUMED, DuplexEvent, ErrorEvent, SessionClosed, SessionExpired, typed
-from .errors import DuplexClientError, DuplexConnectionError, DuplexProtocolError, DuplexSessionClosedError
-from .feed import Feed, Subscription
-from .outbox import ASK_BYTES, Outbox
-from .responses import Responses
-from .session_config import AudioFormat, ReconnectPolicy
+from mlx_voicechat.client.connecting import refusal
+from mlx_voicechat.client.duplex_events import (
+    CONNECTION_RESUMED,
+    DuplexEvent,
+    ErrorEvent,
+    SessionClosed,
+    SessionExpired,
+    typed,
+)
+from mlx_voicechat.client.errors import (
+    DuplexClientError,
+    DuplexConnectionError,
+    DuplexProtocolError,
+    DuplexSessionClosedError,
+)
+from mlx_voicechat.client.feed import Feed, Subscription
+from mlx_voicechat.client.outbox import ASK_BYTES, Outbox
+from mlx_voicechat.client.responses import Responses
+from mlx_voicechat.client.session_config import AudioFormat, ReconnectPolicy
+from mlx_voicechat.errors import ServerError
 
 CLOSE_SECONDS = 20.0
 ACKNOWLEDGE_SECONDS = 0.2  # event_acks are gathered for so long

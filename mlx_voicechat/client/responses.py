@@ -6,10 +6,10 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from ..errors import ServerError
-from .duplex_events import AudioDelta, DuplexEvent, ListenDecision, ResponseCreated, ResponseDone
-from .errors import DuplexSessionClosedError
-from .session_config import AudioFormat
+from mlx_voicechat.client.duplex_events import AudioDelta, DuplexEvent, ListenDecision, ResponseCreated, ResponseDone
+from mlx_voicechat.client.errors import DuplexSessionClosedError
+from mlx_voicechat.client.session_config import AudioFormat
+from mlx_voicechat.errors import ServerError
 
 MOST_UNCLAIMED = 64  # handles that nobody asked for
 MOST_UNCLAIMED_BYTES = 16 << 20  # and their audio: six minutes at 24 kHz

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import AudioError, InputError
+from mlx_voicechat.errors import AudioError, InputError
 
 SAMPLE_BYTES = {"pcm16": 2, "pcm_s16le": 2, "s16le": 2, "pcm_f32le": 4, "g711_ulaw": 1, "g711_alaw": 1}
 G711_TYPES = {"g711_ulaw": "audio/pcmu", "g711_alaw": "audio/pcma"}

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ServerError
+from mlx_voicechat.errors import ServerError
 
 SAMPLE_RATE_HZ = 22_050
 SAMPLE_BYTES = 2
@@ -56,9 +56,9 @@ class StrictResponse:
     text: str = ""
     status: str | None = None
     reason: str | None = None
-    _chunks: deque[bytes] = field(default_factory=deque)
-    _more: asyncio.Event = field(default_factory=asyncio.Event)
-    _fault: ServerError | None = None
+    _chunks: deque[bytes] = field(default_factory=deque, repr=False)
+    _more: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    _fault: ServerError | None = field(default=None, repr=False)
 
     @property
     def finished(self) -> bool:
@@ -107,8 +107,8 @@ class TypedJob:
     state: str = "sent"  # accepted, rejected, started, finished
     reason: str | None = None  # of a rejection
     disposition: str | None = None  # completed, cancelled, replaced or error
-    _more: asyncio.Event = field(default_factory=asyncio.Event)
-    _fault: ServerError | None = None
+    _more: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    _fault: ServerError | None = field(default=None, repr=False)
 
     @property
     def over(self) -> bool:

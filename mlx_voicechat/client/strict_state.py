@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ServerError
-from .errors import StrictV3Error
-from .strict_handles import SAMPLE_RATE_HZ, Call, StrictResponse, TypedJob
+from mlx_voicechat.client.errors import StrictV3Error
+from mlx_voicechat.client.strict_handles import SAMPLE_RATE_HZ, Call, StrictResponse, TypedJob
+from mlx_voicechat.errors import ServerError
 
 PROTOCOL = {"name": "voicechat.realtime", "version": 3}
 CONCISE = "client_authored_v1"

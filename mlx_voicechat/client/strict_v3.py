@@ -22,13 +22,13 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from websockets.exceptions import ConnectionClosed
 
-from ..errors import InputError, ServerError
-from .connecting import PATH, open_socket, realtime_url
-from .errors import StrictV3Error
-from .feed import Feed, Subscription
-from .link import Transport
-from .strict_handles import Call, Deadlines, StrictResponse, Turn, TypedJob
-from .strict_state import CONCISE, Event, State, broken
+from mlx_voicechat.client.connecting import PATH, open_socket, realtime_url
+from mlx_voicechat.client.errors import StrictV3Error
+from mlx_voicechat.client.feed import Feed, Subscription
+from mlx_voicechat.client.link import Transport
+from mlx_voicechat.client.strict_handles import Call, Deadlines, StrictResponse, Turn, TypedJob
+from mlx_voicechat.client.strict_state import CONCISE, Event, State, broken
+from mlx_voicechat.errors import InputError, ServerError
 
 INPUT_RATE_HZ = 16_000
 PACKET_BYTES = 40_960

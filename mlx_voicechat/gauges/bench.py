@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,14 +23,16 @@ from mlx.utils import tree_flatten
 from ..config import ModelConfig
 from ..frame import Frame
 from ..options import LoadOptions
+from ..session import Session
 from ..voicechat import VoiceChat, load_opened
 from ..weights import checkpoint
-from ..weights.precision import Choice, check_choice, llm_is_float32
+from ..weights.precision import llm_is_float32
 from . import memory, traffic
 from .counting import Count, counting
 from .parts import timed
 from .profile import COLD_FRAMES, STAGES, FrameTiming, Profile
 
+COMPILED = LoadOptions(compile=True)
 STEADY_FRAMES = 12  # frames before the one that is counted
 SEARCHED_FRAMES = 100  # tried for one without a transcript symbol
 GROWTH_FRAMES = 1000  # at either end of a session
@@ -66,10 +68,8 @@ class Counted:
 def bench(
     model: str | Path,
     frames: int = 250,
-    compile: bool = True,
+    options: LoadOptions = COMPILED,
     bandwidth_gbps: float | None = None,
-    speech_weights: Choice | None = None,
-    kv_cache: str = "f32",
     parts: bool = False,
     say: Callable[[str], None] = checkpoint.print_notice,
     progress: Callable[[int], None] = lambda done: None,
@@ -80,12 +80,10 @@ def bench(
     `parts` times the parts of the stages too, in a session of their own. `progress` gets the number of frames done;
     `stop` ends the measured session early. Raises what `load` raises.
     """
-    check_choice(speech_weights)
-    memory.kv_cache_type(kv_cache)
-    opened, loaded, loading = _load(model, speech_weights, kv_cache, say)
+    opened, loaded, loading = _load(model, options, say)
     config, stored, plan = opened.config, opened.stored, loaded.requantised
-    compiled = compile and loaded.compile()
-    if compile and not compiled:
+    compiled = bool(options.compile) and loaded.compile()
+    if options.compile and not compiled:
         say("Frames are measured uncompiled: MLX found no C++ compiler here.")
 
     noise = faint_noise(config)
@@ -97,16 +95,11 @@ def bench(
     session = loaded.session(profile=True)
     opening = time.perf_counter() - started
     resident_at_start = resident()
-    for done in range(1, frames + 1):
-        session.push(next(noise), config.input_rate_hz)
-        progress(done)
-        if stop():
-            break
-    gc.collect()
+    _push(session, noise, frames, progress, stop)
 
     profile = _profile(session.profile)
     summary = profile.summary()
-    states = memory.States(config, llm_is_float32(stored), kv_cache)
+    states = memory.States(config, llm_is_float32(stored), options.kv_cache)
     figures = _memory(loading, memory.announce(config, stored, session.frames, requantise=plan, states=states))
     figures["resident"] = networks_resident(loaded, loading.bytes)
     figures["process"] |= {"first_frame_bytes": resident_at_start, "last_frame_bytes": resident()}
@@ -126,6 +119,21 @@ def bench(
         "notes": [*summary["notes"], *_notes(counted)],
     }
     return report, profile.every_frame()
+
+
+def _push(
+    session: Session,
+    noise: Iterator[np.ndarray],
+    frames: int,
+    progress: Callable[[int], None],
+    stop: Callable[[], bool],
+) -> None:
+    for done in range(1, frames + 1):
+        session.push(next(noise), session.model.config.input_rate_hz)
+        progress(done)
+        if stop():
+            break
+    gc.collect()
 
 
 def faint_noise(config: ModelConfig) -> Iterator[np.ndarray]:
@@ -223,15 +231,14 @@ def peak_resident() -> int:
 
 
 def _load(
-    model: str | Path, speech_weights: Choice | None, kv_cache: str, say: Callable[[str], None]
+    model: str | Path, options: LoadOptions, say: Callable[[str], None]
 ) -> tuple[checkpoint.Checkpoint, VoiceChat, Loading]:
     gc.collect()  # an earlier model of this process must not be freed while this one is measured
     active, process = mx.get_active_memory(), resident()
     mx.reset_peak_memory()
     started = time.perf_counter()
     opened = checkpoint.open_model(model, say)
-    options = LoadOptions(compile=False, speech_weights=speech_weights, kv_cache=kv_cache)
-    loaded = load_opened(str(model), opened, options, say)
+    loaded = load_opened(str(model), opened, replace(options, compile=False), say)
     seconds = time.perf_counter() - started
     return opened, loaded, Loading(seconds, active, mx.get_active_memory(), mx.get_peak_memory(), process, resident())
 

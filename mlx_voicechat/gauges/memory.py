@@ -19,11 +19,11 @@ import psutil
 from mlx.utils import tree_flatten
 
 from ..config import ModelConfig
-from ..errors import InputError
 from ..networks.duplex_lm import LlmState
 from ..networks.ear_tts import TtsState
 from ..networks.rnnt import GreedyDecoder
 from ..networks.tree import Networks
+from ..options import LoadOptions
 from ..weights import layout
 from ..weights.precision import LONG_SECONDS, Plan, fits, held_bytes, llm_is_float32, plan
 from ..weights.shards import Stored
@@ -36,6 +36,7 @@ PUBLISHED = "mlx-community/NemotronLabs-VoiceChat-11B-{bits}bit"
 PUBLISHED_BITS, GROUP_SIZE, GROUP_BYTES = (8, 4), 64, 8  # a float32 scale and bias per group
 SHORT_SECONDS = 60  # of conversation, for the check at load
 AS_STORED: Plan = MappingProxyType({})  # no layer is quantised at load
+KV_TYPES = {"f32": None, "bf16": mx.bfloat16}  # of the TTS's attention caches, by LoadOptions.kv_cache; None: as made
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -59,17 +60,6 @@ class Announced:
     def total(self) -> int:
         """What loading and one conversation of `frames` frames take."""
         return self.loaded + self.opening + sum(self.session.values())
-
-
-KV_TYPES = {"f32": None, "bf16": mx.bfloat16}  # of the TTS's attention caches, by the name of the choice; None: as made
-
-
-def kv_cache_type(choice: str) -> mx.Dtype | None:
-    """What the TTS's caches store for `f32` or `bf16`; raises InputError for any other word."""
-    if choice not in KV_TYPES:
-        known = " or ".join(KV_TYPES)
-        raise InputError(f"Keys and values cannot be held as {choice!r}.", f"Choose {known}.")
-    return KV_TYPES[choice]
 
 
 class Machine(NamedTuple):
@@ -146,14 +136,14 @@ def constants(config: ModelConfig) -> int:
 class States:
     """What a conversation keeps, asked of the networks: their states, built lazily, so that nothing is allocated."""
 
-    def __init__(self, config: ModelConfig, float32_llm: bool, kv_cache: str = "f32") -> None:
+    def __init__(self, config: ModelConfig, float32_llm: bool, kv_cache: str = LoadOptions.kv_cache) -> None:
         self.config = config
         tree = Networks(config)
         self.language, self.tts = tree.stt_model, tree.tts_model.tts_model
         self.rnnt = GreedyDecoder(self.language.rnnt_decoder, self.language.rnnt_joint, config.rnnt)
         norm = self.language.llm.norm_f
         norm.weight = norm.weight.astype(mx.float32 if float32_llm else mx.bfloat16)
-        self.tts.cache_dtype = kv_cache_type(kv_cache)
+        self.tts.cache_dtype = KV_TYPES[kv_cache]
 
     def session(self, frames: int, prompt_tokens: int = 0) -> dict[str, int]:
         """Bytes after so many frames, by network. Views count with the buffer that they keep."""

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
 from ..config import MelConfig
+
+
+def _filter_bank() -> Any:
+    """librosa's `filters.mel`. Its import has numba look for a folder for compiled code, and fails if there is none."""
+    try:
+        from librosa.filters import mel
+    except RuntimeError:
+        config: Any = import_module("numba.core.config")
+        before, config.DISABLE_JIT = config.DISABLE_JIT, True  # the filter bank needs nothing that is compiled
+        try:
+            from librosa.filters import mel
+        finally:
+            config.DISABLE_JIT = before
+    return mel
 
 
 class LogMel:
@@ -24,8 +41,7 @@ class LogMel:
 
     def prepare(self) -> None:
         """Build window, filter bank (F, n_fft // 2 + 1) and guard; imports librosa, which takes a while."""
-        from librosa.filters import mel
-
+        mel = _filter_bank()
         c = self.config
         window = np.zeros(c.n_fft, np.float32)
         start = (c.n_fft - c.window_samples) // 2

@@ -119,7 +119,7 @@ class EchoCanceller:
     def _through(self, process: Any, block: Samples) -> Samples:
         frame = self._frame(bytearray(pcm16(block, PCM_SCALE).tobytes()), RATE_HZ, 1, BLOCK_SAMPLES)
         process(frame)
-        return np.frombuffer(frame.data, np.int16).astype(np.float32) / PCM_SCALE
+        return np.frombuffer(frame.data, np.int16).astype(np.float32) / np.float32(PCM_SCALE)
 
 
 class _PromptResampler:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import struct
 import subprocess
 from codecs import getincrementaldecoder
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,13 @@ FOREIGN = (  # (offset, first bytes, name) of what libsndfile cannot decode and 
     (0, b"0&\xb2u", "Windows Media"),
     (0, b"#!AMR", "AMR"),
     (0, b"caff", "Core Audio (CAF) in a codec of Apple's"),
+    (0, b"OggS", "Ogg in a codec of another kind"),
+    (0, b"\x0bw", "AC-3"),
+    (0, b"ID3", "MP3 or AAC behind a tag"),
 )
+DISK_FULL = ("No space left on device", "Disk quota exceeded")
+BROKEN = re.compile("corrupt|Invalid data|partial file|Error while decoding|Truncat|Header missing", re.IGNORECASE)
+DURATION = re.compile(r"Duration: (\d+):(\d+):([\d.]+)")  # of the input, which ffmpeg tells first
 
 
 class PatchedFile:
@@ -137,7 +144,15 @@ def _is_chunk(chunk: tuple[bytes, int] | None, room: int) -> bool:
     return chunk is not None and chunk[0].isascii() and chunk[0].decode().isprintable() and chunk[1] <= room
 
 
-def converted(path: Path, name: str, why: str, folder: Path, max_seconds: float | None) -> Path:
+class Conversion(NamedTuple):
+    """A WAV that was made: `seconds` is the length that the recording claims, `complaint` what its decoder said."""
+
+    path: Path
+    seconds: float | None
+    complaint: str
+
+
+def converted(path: Path, name: str, why: str, folder: Path, max_seconds: float | None) -> Conversion:
     """A WAV in `folder` that afconvert or ffmpeg makes of a recording that libsndfile refused with `why`.
 
     Raises AudioError when it is no recording, in no format the two know, or neither is there.
@@ -148,14 +163,13 @@ def converted(path: Path, name: str, why: str, folder: Path, max_seconds: float 
     by_hand = f"ffmpeg -i {shlex.quote(name) if name == str(path) else 'INPUT'} recording.wav"
     if kind is None and _is_text(head):
         raise AudioError(f"Cannot read {name}: it is a text file, not a recording.")
-    if kind is None:
-        raise AudioError(f"Cannot read {name}: libsndfile says: {why}.", f"Convert it first: {by_hand}")
     source, made = str(path.absolute()), folder / "converted.wav"
     limit = [] if max_seconds is None else ["-t", f"{max_seconds + 1}"]
     wav = ["-c:a", "pcm_f32le", "-rf64", "auto"]
+    quiet = ["-nostdin", "-hide_banner", "-nostats"]
     commands = {
         "afconvert": ["-f", "WAVE", "-d", "LEF32", source, str(made)],
-        "ffmpeg": ["-nostdin", "-v", "error", "-y", "-i", source, "-vn", *limit, *wav, str(made)],
+        "ffmpeg": [*quiet, "-y", "-i", source, "-vn", *limit, *wav, str(made)],
     }
     failures = []
     for tool, arguments in commands.items():
@@ -163,15 +177,32 @@ def converted(path: Path, name: str, why: str, folder: Path, max_seconds: float 
             done = subprocess.run(
                 [program, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
             )
+            said = done.stderr.strip()
+            if any(words in said for words in DISK_FULL):
+                raise AudioError(
+                    f"Cannot read {name}: the temporary folder {folder.parent} is full.",
+                    "Make room, or set TMPDIR to another folder.",
+                )
+            complaint = next((line for line in reversed(said.splitlines()) if BROKEN.search(line)), "")
             if done.returncode == 0 and made.exists() and made.stat().st_size:
-                return made
-            failures.append(f"{tool}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
-    if failures:
+                if kind is None and complaint:  # it may be anything
+                    raise AudioError(f"Cannot read {name}: it is damaged ({tool}: {complaint}).")
+                return Conversion(made, _claimed(said), complaint)
+            failures.append(f"{tool}: {(said or 'failed').splitlines()[-1]}")
+    if failures and kind:
         raise AudioError(f"Cannot read {name}: it is {kind}, and could not be converted ({'; '.join(failures)}).")
+    if kind is None:
+        raise AudioError(f"Cannot read {name}: libsndfile says: {why}.", f"Convert it first: {by_hand}")
     raise AudioError(
         f"Cannot read {name}: it is {kind}, and neither afconvert (part of macOS) nor ffmpeg is installed.",
         f"Install ffmpeg, or convert it elsewhere: {by_hand}",
     )
+
+
+def _claimed(said: str) -> float | None:
+    """The length that ffmpeg read from the recording, None where it guessed."""
+    found = None if "Estimating duration" in said else DURATION.search(said)
+    return 3600 * int(found[1]) + 60 * int(found[2]) + float(found[3]) if found else None
 
 
 def _is_text(head: bytes) -> bool:

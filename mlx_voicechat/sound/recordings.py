@@ -5,6 +5,7 @@ soundfile is imported where it is used, so that importing this module is cheap.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import stat
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..errors import AudioError
+from .containers import mp3_samples, ogg_layout
 from .foreign import PatchedFile, converted, wav_repair
 from .pcm import MAX_AMPLITUDE, Samples, shown
 from .resampler import Resampler
@@ -25,11 +27,14 @@ from .resampler import Resampler
 STDIN = "-"
 INPUT_RATE_HZ = 16_000  # what the recogniser of every released checkpoint hears
 RATES_HZ = range(4_000, 768_001)  # 8..192 kHz and an octave or two on both sides; the rest are broken headers
+LEAST_MISSING_SECONDS, MISSING_PART = 0.1, 0.005  # below them, an encoder's padding or a rounded length
+CANCELLED_PART = 1e-3  # of the channels' energy: less is left of it when they are mixed
+FAINT_PEAK = 0.003  # -50 dB of full scale: too faint for a voice
 PCM_SUBTYPES = {"PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "ULAW", "ALAW"}
 
 
 class AudioReader:
-    """A recording as float32 mono blocks at `rate_hz`, decoded while it is read: memory is flat in its length.
+    """A recording as float32 mono blocks at `rate_hz` (None: its own), decoded while it is read, in little memory.
 
     Every iteration starts at the beginning and gives blocks of about a second, none empty (a recording shorter than
     one output sample gives none). What is wrong is found out here, before work starts: all but integer PCM is decoded
@@ -37,9 +42,14 @@ class AudioReader:
     Raises AudioError with one line on anything that is no usable recording.
     """
 
-    def __init__(self, path: str | Path, rate_hz: int = INPUT_RATE_HZ, max_seconds: float | None = None) -> None:
-        self.name = "standard input" if str(path) == STDIN else shown(path)
-        self.rate_hz = rate_hz
+    def __init__(
+        self,
+        path: str | Path,
+        rate_hz: int | None = INPUT_RATE_HZ,
+        max_seconds: float | None = None,
+        name: str = "",
+    ) -> None:
+        self.name = name or ("standard input" if str(path) == STDIN else shown(path))
         self.max_seconds = max_seconds
         self.note = ""
         self._patches: dict[int, bytes] = {}
@@ -47,6 +57,7 @@ class AudioReader:
         try:
             self._path = self._local_file(path)
             self._open()
+            self.rate_hz = rate_hz or self.source_rate_hz
         except BaseException:
             self.close()
             raise
@@ -98,7 +109,11 @@ class AudioReader:
             raise self._fail(getattr(fault, "strerror", None) or str(fault)) from None
 
     def _temporary_folder(self) -> Path:
-        return Path(self._temporary.enter_context(tempfile.TemporaryDirectory(prefix="mlx-voicechat-")))
+        try:
+            return Path(self._temporary.enter_context(tempfile.TemporaryDirectory(prefix="mlx-voicechat-")))
+        except OSError as fault:
+            why = f"there is no usable temporary folder ({fault.strerror or fault})"
+            raise self._fail(why, "Set TMPDIR to a folder that can be written to.") from None
 
     def _spooled(self, source: BinaryIO) -> Path:
         copy = self._temporary_folder() / "input"
@@ -111,30 +126,77 @@ class AudioReader:
 
         if not self._path.stat().st_size:
             raise self._fail("it is empty")
-        self._patches, self.note = wav_repair(self._path, self.name)
+        layout = ogg_layout(self._path)
+        if layout and len(layout.links) > 1:
+            self._path = self._joined(layout.links)
+        self._patches, note = wav_repair(self._path, self.name)
+        self.note = self.note or note
+        if layout and not layout.ended and not self.note:
+            self.note = f"{self.name} has no end: it was cut off, or what recorded it was stopped."
+        claimed: float | None = None
         try:
             frames = self._probe()
         except soundfile.SoundFileError as fault:
-            folder = self._temporary_folder()
-            self._path = converted(self._path, self.name, _detail(fault), folder, self.max_seconds)
-            self._patches = {}
-            try:
-                frames = self._probe()
-            except soundfile.SoundFileError as fault:
-                raise self._fail(f"what was converted from it is broken ({_detail(fault)})") from None
+            frames, claimed = self._converted(_detail(fault))
         if self.source_rate_hz not in RATES_HZ:
             raise self._fail(f"it claims {self.source_rate_hz} samples a second")
+        if self.format == "MP3" and (samples := mp3_samples(self._path)):
+            claimed = samples / self.source_rate_hz
         known = frames < 1 << 62 and self.format != "MP3"  # an MP3's length is a guess, a piped FLAC's unknown
         if known:
             self._check_length(frames)
         if self.subtype not in PCM_SUBTYPES or self.format == "FLAC":
             decoded = sum(map(len, self._mono()))
             if known and decoded < frames:
-                self.note = f"{self.name} ends early, at second {self._second(decoded)} of {self._second(frames)}."
+                claimed = frames / self.source_rate_hz
             frames = decoded
         if not frames:
             raise self._fail("it holds no samples")
         self.seconds = frames / self.source_rate_hz
+        if claimed and self.seconds < claimed - max(LEAST_MISSING_SECONDS, MISSING_PART * claimed):
+            self.note = f"{self.name} ends early, at second {self.seconds:.3f} of {claimed:.3f}."
+
+    def _converted(self, why: str) -> tuple[int, float | None]:
+        """Let another program decode it; frames, and the length in seconds that it claims, if it does."""
+        import soundfile
+
+        made = converted(self._path, self.name, why, self._temporary_folder(), self.max_seconds)
+        self._path, self._patches = made.path, {}
+        if made.complaint:
+            self.note = f"{self.name} is damaged, and was only partly decoded ({made.complaint})."
+        try:
+            return self._probe(), made.seconds
+        except soundfile.SoundFileError as fault:
+            raise self._fail(f"what was converted from it is broken ({_detail(fault)})") from None
+
+    def _joined(self, links: list[tuple[int, int]]) -> Path:
+        """A WAV of the streams of a chained Ogg, one after the other, at the rate of the first."""
+        import soundfile
+
+        folder = self._temporary_folder()
+        part, whole = folder / "link", folder / "joined.wav"
+        with ExitStack() as files:
+            target: Any = None
+            for index, (start, end) in enumerate(links):
+                with open(self._path, "rb") as source, open(part, "wb") as copy:
+                    source.seek(start)
+                    copy.write(source.read(end - start))
+                try:
+                    link = AudioReader(part, target.samplerate if target else None, name=self.name)
+                except AudioError as fault:
+                    if target is None:
+                        raise
+                    self.note = f"{self.name}: part {index + 1} of {len(links)} cannot be read ({fault.message})"
+                    continue
+                with link:
+                    if target is None:
+                        form = {"format": "RF64", "subtype": "FLOAT"}
+                        target = files.enter_context(soundfile.SoundFile(whole, "w", link.rate_hz, 1, **form))
+                    for block in link:
+                        target.write(block)
+                        if self.max_seconds and target.tell() > self.max_seconds * target.samplerate:
+                            return whole  # which is found to be too long
+        return whole
 
     def _probe(self) -> int:
         """Read the header; the number of frames it tells."""
@@ -160,6 +222,7 @@ class AudioReader:
         import soundfile
 
         at = 0
+        self._peak, self._energy, self._mixed_energy = 0.0, 0.0, 0.0
         with self._decoder() as stream:
             while True:
                 try:
@@ -179,7 +242,23 @@ class AudioReader:
                     raise self._fail(f"it holds {mono[loud[0]]:g} at second {where}, and full scale is 1")
                 at += len(mono)
                 self._check_length(at)
+                self._peak = max(self._peak, float(np.abs(block).max()))
+                self._energy += float(np.square(block).mean(axis=1).sum())
+                self._mixed_energy += float(np.square(mono).sum())
                 yield mono
+
+    @property
+    def hint(self) -> str:
+        """Why nothing may be understood in what was read, a line, or empty: cancelled channels, or next to no sound."""
+        if self._mixed_energy < CANCELLED_PART * self._energy:
+            return (
+                f"the channels of {self.name} cancel each other out when mixed: one is the other upside down. "
+                "Give it one of them."
+            )
+        if self._peak < FAINT_PEAK:
+            level = f"at {20 * math.log10(self._peak):.0f} dB of full scale" if self._peak else "zero"
+            return f"{self.name} is nearly silent: its loudest sample is {level}."
+        return ""
 
     def _check_length(self, frames: int) -> None:
         if self.max_seconds is not None and frames > self.max_seconds * self.source_rate_hz:

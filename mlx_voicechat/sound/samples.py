@@ -16,7 +16,7 @@ FLOOR_DBFS = -200.0  # of digital silence
 
 def dbfs(samples: np.ndarray) -> float:
     """Root mean square of float samples in dB below full scale; FLOOR_DBFS for nothing but zeros."""
-    power = float(np.mean(np.square(samples, dtype=np.float64))) if len(samples) else 0.0
+    power = float(np.square(samples).mean()) if len(samples) else 0.0
     return 10 * math.log10(power) if power > 0 else FLOOR_DBFS
 
 

@@ -48,6 +48,12 @@ class WavWriter:
     def _fail(self, why: str, remedy: str = "") -> AudioError:
         return AudioError(f"Cannot write {shown(self.path)}: {why}.", remedy)
 
+    def _broken(self, why: str) -> AudioError:
+        """What fails while working is nobody's bad use."""
+        fault = self._fail(why)
+        fault.exit_code = 1
+        return fault
+
     def _replaced_mode(self) -> int | None:
         """The permissions of the file that is to be replaced, None when there is none."""
         folder = self._target.parent
@@ -82,7 +88,7 @@ class WavWriter:
         try:
             self._wave.writeframesraw(pcm.tobytes())
         except OSError as fault:
-            raise self._fail(fault.strerror or str(fault)) from None
+            raise self._broken(fault.strerror or str(fault)) from None
 
     def commit(self) -> None:
         """Finish the file and put it in place; nothing happens when it is already done or aborted."""
@@ -96,9 +102,9 @@ class WavWriter:
             os.replace(self._part, self._target)
             self._file = None
         except OSError as fault:
-            raise self._fail(fault.strerror or str(fault)) from None
+            raise self._broken(fault.strerror or str(fault)) from None
         except struct.error:
-            raise self._fail("it is longer than a WAV file can be (4 GiB)") from None
+            raise self._broken("it is longer than a WAV file can be (4 GiB)") from None
         finally:
             self.abort()
 

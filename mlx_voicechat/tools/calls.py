@@ -45,8 +45,8 @@ def parse_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
     body = body.removeprefix(OPENING).removesuffix(END).strip()
     try:
         written = strict_json(body)
-    except ValueError as error:
-        return [_malformed(f"The call is no JSON: {error}.")]
+    except ValueError:
+        return [_malformed("The call is no JSON.")]
     entries = written if isinstance(written, list) else [written]
     if not entries:
         return [_malformed("The list of calls is empty.")]

@@ -82,7 +82,9 @@ class Channel:
     def between_frames(self) -> bool:
         """Whether the next step is one of the LLM alone."""
         working = (CycleState.CALLING, CycleState.INJECTING, CycleState.CLOSING)
-        return self._held and self._cycle is not None and self._cycle.state in working
+        if self._cycle is None:
+            return False
+        return self._cycle.dropped or (self._held and self._cycle.state in working)
 
     @property
     def stands_still(self) -> bool:
@@ -145,7 +147,7 @@ class Channel:
     def collect(self, index: int) -> list[Event]:
         """Take the results of functions that have ended."""
         events: list[Event] = []
-        for outcome in self.runner.ended():
+        for outcome in self.runner.ended() if self.runner.pending else []:
             call_id = outcome.call_id
             if not self.cycle.is_open(call_id):
                 continue

@@ -94,6 +94,8 @@ class Cycle:
         self._raw = ""
         self._positions = self._waited = 0
         self._injected: deque[int] = deque()
+        self._leftover: deque[int] = deque()  # what closes a call that was dropped
+        self._ends_turn = False
         self._hold: deque[int] = deque()
         self._held = False  # whether a sentence on hold was begun in this cycle
         self._refused = False
@@ -122,8 +124,13 @@ class Cycle:
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The ids that the next positions must carry, while results are injected."""
-        return tuple(self._injected)
+        """The ids that the next positions must carry, while results are injected or a dropped call is closed."""
+        return tuple(self._leftover or self._injected)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether a dropped call is still to be closed for the model, which else waits for its result for ever."""
+        return bool(self._leftover)
 
     @property
     def spoken(self) -> int:
@@ -134,6 +141,10 @@ class Cycle:
     def open_calls(self) -> tuple[FunctionCall, ...]:
         """The calls without a result."""
         return tuple(call.event for call in self._calls if call.result is None and self.waiting)
+
+    def opens(self, count: int) -> bool:
+        """Whether the last of the next `count` known positions takes BOS: a dropped call ends as an empty answer."""
+        return self._ends_turn and len(self._leftover) == count
 
     def is_open(self, call_id: str) -> bool:
         """Whether that call waits for its result."""
@@ -148,6 +159,9 @@ class Cycle:
 
     def took(self, function_id: int, frame_index: int) -> list[Event]:
         """An LLM position took this function id."""
+        if self._leftover:
+            self._leftover.popleft()
+            return []
         if self.state == CycleState.IDLE:
             if function_id == self._tokens.start:
                 self._begin()
@@ -208,13 +222,20 @@ class Cycle:
         self._proceed()
 
     def drop(self, frame_index: int) -> list[Event]:
-        """End the cycle where it is: nothing more is injected, calls without a result have failed."""
+        """End the cycle where it is: calls without a result have failed, and no result is told.
+
+        The positions in `known` close it for the model, with an error in the place of results, and with a BOS: the
+        EOS that is to follow ends an empty answer, and the model does not begin one about the error.
+        """
         pending = [call for call in self._calls if call.result is None]
         ids = [call.event.call_id for call in pending]
         raw = self._raw
         if self.state == CycleState.CALLING:
             ids, raw = [new_call_id()], self._text.decode(self._ids)
-        self._enter(CycleState.IDLE)
+        if self.active:
+            self._shut("cancelled")
+            self._leftover.extend([self._tokens.pad] * 2)  # as trained: PAD, then BOS, which EOS follows
+            self._ends_turn = True
         return [FunctionFailed(frame_index, call_id, FailureReason.CANCELLED, raw) for call_id in ids]
 
     # -- states --------------------------------------------------------------------------------------------------
@@ -240,9 +261,20 @@ class Cycle:
             self._ids.append(function_id)
         if len(self._ids) > MAX_CALL_IDS or self._positions >= MAX_CALL_POSITIONS:
             raw = self._text.decode(self._ids)
-            self._enter(CycleState.IDLE)
+            self._shut("the call did not end")
             return [FunctionFailed(frame_index, new_call_id(), FailureReason.TOO_LONG, raw)]
         return []
+
+    def _shut(self, why: str) -> None:
+        """Leave the cycle; what is missing of it for the model is left over."""
+        self._ends_turn = False
+        if self.state in (CycleState.CALLING, CycleState.WAITING):
+            response = results.response_ids([results.error_result(why)], self._text)
+            end = [self._tokens.end] if self.state == CycleState.CALLING else []
+            self._leftover.extend([*end, *response])
+        self._leftover.extend(self._injected)
+        self._leftover.append(self._tokens.response_end)
+        self._enter(CycleState.IDLE)
 
     def _called(self, frame_index: int) -> list[Event]:
         self._raw = self._text.decode(self._ids)

@@ -43,7 +43,7 @@ class Runner:
     def due(self) -> bool:
         """Whether `ended` may have something to tell."""
         overdue = time.monotonic() >= min(self._deadlines.values(), default=float("inf"))
-        return overdue or not self._ended.empty()
+        return overdue or (self.pending and not self._ended.empty())
 
     def runs(self, call_id: str) -> bool:
         """Whether that call runs here, or has ended and was not taken."""

@@ -183,6 +183,8 @@ def quantise_modules(module: nn.Module, config: ModelConfig) -> None:
     MLX does not have or a group size that does not divide the inputs.
     """
     unused = set(config.quantization)
+    if not unused:
+        return
 
     def settings(path: str, layer: nn.Module) -> dict[str, Any] | bool:
         parts = layout.stored_names(path)
@@ -210,7 +212,7 @@ def build(
 ) -> None:
     """Quantise `module` as the config says, check, load and evaluate its weights; peak memory stays near their size.
 
-    `requantise` (`speech_weights.plan`): weights to quantise as well, by stored name; replaces them in `parameters`.
+    `requantise` (`precision.plan`): weights to quantise as well, by stored name; replaces them in `parameters`.
     """
     quantise_modules(module, config)
     check(_shapes(module), parameters)
@@ -229,6 +231,8 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _requantise(module: nn.Module, parameters: Parameters, chosen: Mapping[str, Mapping[str, int]]) -> None:
     """One layer after the other, so that one wide weight is there at a time; the largest first, when memory is free."""
+    if not chosen:
+        return
     weights = [path for path in parameters if layout.stored_names(path)[0] in chosen]
     layers = {path.removesuffix(".weight"): chosen[layout.stored_names(path)[0]] for path in weights}
     nn.quantize(module, class_predicate=lambda path, _: dict(layers.get(path, {})))

@@ -1,13 +1,12 @@
 """A checkpoint of the Hugging Face hub: the local cache when it is complete, else a download that can be repeated.
 
-`huggingface_hub` is imported at the first use, so that programs which name a folder never load it. It begins a file
-anew after an interruption; a weight file of 5 GB (the original: 41 GiB) goes on here where it stopped.
+`huggingface_hub` is imported at the first use, so that programs which name a folder never load it. It lists a
+repository; its files are fetched by `transfer`: one of 5 GB (the original: 41 GiB) goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, HubError, InputError
-from . import hub_cache
+from . import hub_cache, proxies, transfer
 from .config_file import check_config
-from .hub_cache import BASE_PATTERNS, COMMIT, NEEDED, ORIGINAL_PATTERNS, PARTIAL, PATTERNS, REPEAT, matches
+from .hub_cache import BASE_PATTERNS, COMMIT, NEEDED, ORIGINAL_PATTERNS, PATTERNS, REPEAT, matches
 from .shards import SINGLE_FILE
+from .transfer import RemoteFile, sha256
 
 __all__ = [
     "BASE_PATTERNS",
@@ -40,7 +40,7 @@ REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 REVISION = re.compile(r"[\w][\w./+-]*")
 ELSEWHERE = "Name a folder that holds a checkpoint instead, or the model `tiny`, which is built in."
 LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN."
-READ_BYTES = 2**20
+CHECK = "Check HF_ENDPOINT, proxy and network: one that asks for a login first answers in the hub's place."
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
@@ -87,16 +87,6 @@ def fetch(
     return folder
 
 
-def sha256(file: Path, progress: Callable[[int], Any] = lambda _: None) -> str:
-    """The SHA-256 of a file, in hexadecimal digits; `progress` gets the bytes of each step."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(READ_BYTES):
-            digest.update(block)
-            progress(len(block))
-    return digest.hexdigest()
-
-
 def gigabytes(size: int) -> str:
     """Bytes for a person to read."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
@@ -110,26 +100,40 @@ def _download(
     fault: CheckpointError | None,
 ) -> Path:
     """Download what the cache lacks; what makes a snapshot complete comes last, the weights at the very end."""
-    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub import constants, errors
+
+    try:
+        info = _listing(repository, revision)
+        folder = hub_cache.folder_of(repository) / "snapshots" / info.sha
+        listed = {file.rfilename: file for file in info.siblings or [] if matches(file.rfilename, patterns)}
+        _check_listing(repository, listed, patterns)
+        wanted = [transfer.remote_file(repository, info.sha, file) for _, file in sorted(listed.items(), key=_rank)]
+        lacking = [file for file in wanted if not file.is_at(folder / file.name)]
+        fault = fault or CheckpointError(f"{_count(lacking)} still to come.")
+        if lacking:
+            say(_notice(repository, lacking, info, constants.ENDPOINT))
+        _check_space(hub_cache.root(), sum(file.to_come for file in lacking))
+        _note_commit(repository, revision or "main", info.sha)
+        for file in lacking:
+            transfer.fetch(repository, info.sha, file, say)
+        return folder
+    # httpx and requests errors are neither OSError nor ValueError throughout; ImportError is a SOCKS proxy's.
+    except (errors.HTTPError, OSError, ValueError, RuntimeError, ImportError) as error:
+        raise _explain(repository, revision, error, fault) from error
+
+
+def _listing(repository: str, revision: str | None) -> Any:
+    """What the hub says of a repository: commit, files, card."""
+    from huggingface_hub import HfApi, constants
 
     try:
         info: Any = HfApi().model_info(repository, revision=revision, files_metadata=True)
-        folder = hub_cache.folder_of(repository) / "snapshots" / info.sha
-        wanted = {file.rfilename: file for file in info.siblings or [] if matches(file.rfilename, patterns)}
-        _check_listing(repository, wanted, patterns)
-        lacking = [file for name, file in sorted(wanted.items(), key=_rank) if _size(folder / name) != file.size]
-        to_come = sum(_to_come(repository, file) for file in lacking)
-        fault = fault or CheckpointError(f"{_count(lacking)} still to come.")
-        if lacking:
-            say(_notice(repository, len(lacking), to_come, info, constants.ENDPOINT))
-        _check_space(hub_cache.root(), to_come)
-        _note_commit(repository, revision or "main", info.sha)
-        for file in lacking:
-            _fetch_file(repository, file, folder)
-        return folder
-    # httpx and requests errors are neither OSError nor ValueError throughout; RuntimeError is what hf_xet raises.
-    except (errors.HTTPError, OSError, ValueError, RuntimeError) as error:
-        raise _explain(repository, revision, error, fault) from error
+        known = COMMIT.fullmatch(info.sha or "") is not None
+    except (KeyError, TypeError, AttributeError):  # JSON of something else
+        known = False
+    if not known:
+        raise HubError(f"{constants.ENDPOINT} does not answer like a hub.", CHECK)
+    return info
 
 
 def _check_listing(repository: str, wanted: Mapping[str, Any], patterns: Sequence[str]) -> None:
@@ -146,62 +150,6 @@ def _rank(item: tuple[str, Any]) -> tuple[int, str]:
     return (2 if matches(name, WEIGHTS) else 1 if name in NEEDED else 0), name
 
 
-def _fetch_file(repository: str, file: Any, folder: Path) -> None:
-    from huggingface_hub import hf_hub_download
-
-    pointer = folder / file.rfilename
-    if pointer.exists():  # and not of the size it should have
-        pointer.resolve().unlink()
-    pointer.unlink(missing_ok=True)
-    if file.lfs is not None:
-        _transfer(repository, file, folder.name)
-    hf_hub_download(repository, file.rfilename, revision=folder.name)  # fetches small ones, and links any
-
-
-def _transfer(repository: str, file: Any, commit: str) -> None:
-    """Fetch a large file's blob into the cache, from the byte on at which an earlier attempt stopped."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers
-
-    blob = _blob(repository, file)
-    partial = blob.with_name(blob.name + PARTIAL)
-    lock = hub_cache.root() / ".locks" / hub_cache.folder_of(repository).name / f"{blob.name}.lock"
-    for parent in (blob.parent, lock.parent):
-        parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(lock):
-        if _size(blob) == file.size:
-            return
-        with partial.open("ab") as stream:
-            if stream.tell() > file.size:
-                stream.truncate(0)
-            http_get(
-                hf_hub_url(repository, file.rfilename, revision=commit),
-                stream,
-                resume_size=stream.tell(),
-                headers=build_hf_headers(),
-                expected_size=file.size,
-                displayed_filename=file.rfilename,
-            )
-        if sha256(partial) != file.lfs.sha256:
-            partial.unlink()
-            raise HubError(f"{file.rfilename} of {repository} arrived damaged (its SHA-256 differs).", REPEAT)
-        partial.replace(blob)
-
-
-def _blob(repository: str, file: Any) -> Path:
-    name: str = file.lfs.sha256 if file.lfs is not None else file.blob_id or secrets.token_hex(20)
-    return hub_cache.folder_of(repository) / "blobs" / name
-
-
-def _to_come(repository: str, file: Any) -> int:
-    """Bytes of a file that are not here yet."""
-    blob, size = _blob(repository, file), int(file.size or 0)
-    if _size(blob) == size:
-        return 0
-    return max(0, size - (_size(blob.with_name(blob.name + PARTIAL)) or 0))
-
-
 def _note_commit(repository: str, revision: str, commit: str) -> None:
     """Let the cache know which commit a branch or tag is, as huggingface_hub does."""
     if COMMIT.fullmatch(revision):
@@ -213,19 +161,17 @@ def _note_commit(repository: str, revision: str, commit: str) -> None:
     partial.replace(ref)
 
 
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.exists() else None
-
-
-def _notice(repository: str, count: int, size: int, info: Any, endpoint: str) -> str:
+def _notice(repository: str, files: Sequence[RemoteFile], info: Any, endpoint: str) -> str:
     """What a user should know before a download: how much, where to, and under which licence."""
     card = info.card_data or {}
     named = [str(card.get(key)) for key in ("license_name", "license", "license_link") if card.get(key)]
     if len(named) > 1 and card.get("license") == "other":
         named.remove("other")
+    unknown = any(file.size is None for file in files)
+    size = ("at least " if unknown else "") + gigabytes(sum(file.to_come for file in files))
     licence = f" ({', '.join(named)})" if named else ""
     return (
-        f"Downloading {repository}: {_count(range(count))}, {gigabytes(size)}, into {hub_cache.root()}.\n"
+        f"Downloading {repository}: {_count(files)}, {size}, into {hub_cache.root()}.\n"
         f"The model has its own licence{licence}: see its model card, {endpoint}/{repository}"
     )
 
@@ -257,9 +203,15 @@ def _explain(repository: str, revision: str | None, error: Exception, fault: Che
     if getattr(error, "errno", None) in UNWRITABLE:
         return HubError(f"The cache cannot be written: {error}.", "Set HF_HOME to a folder that is yours.")
     if isinstance(error, json.JSONDecodeError):
-        return HubError(f"{constants.ENDPOINT} does not answer like a hub.", "Check HF_ENDPOINT, proxy and network.")
+        return HubError(f"{constants.ENDPOINT} does not answer like a hub.", CHECK)
+    if "Consistency check failed" in str(error):
+        return HubError(f"A file of {repository} did not arrive whole.", REPEAT)
+    if isinstance(error, ValueError | ImportError) and (wrong := proxies.fault_of(error)) is not None:
+        return HubError(*wrong)
     offline = isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE
-    reason = "HF_HUB_OFFLINE is set" if offline else f"the hub does not answer ({_first_line(error)})"
+    proxy = None if offline else proxies.proxy_of(constants.ENDPOINT)
+    silent = "the hub does not answer" if proxy is None else f"the hub does not answer through the proxy {proxy}"
+    reason = "HF_HUB_OFFLINE is set" if offline else f"{silent} ({_first_line(error)})"
     if fault is not None:
         return HubError(f"The copy of {repository} in the cache is incomplete and {reason}. {fault.message}", REPEAT)
     at = f" at revision {revision}" if revision else ""
@@ -270,6 +222,13 @@ def _refused(repository: str, revision: str | None, error: Exception, status: in
     """What an answer of the hub means that is not the file."""
     from huggingface_hub import constants, errors, get_token
 
+    proxy = proxies.proxy_of(constants.ENDPOINT)
+    if status == 407:
+        return HubError(
+            f"The proxy {proxy} asks for a name and a password (407).", "Write it as http://NAME:PASSWORD@..."
+        )
+    if status == 511:
+        return HubError("This network asks for a login first (511).", f"Log in with a browser. {REPEAT}")
     page = f"{constants.ENDPOINT}/{repository}"
     token = get_token()
     source = "HF_TOKEN in the environment" if os.environ.get("HF_TOKEN") else "the token that `hf auth login` saved"
@@ -295,7 +254,8 @@ def _refused(repository: str, revision: str | None, error: Exception, status: in
         sooner = "" if token else f" Who is logged in may ask more often: {LOG_IN}"
         return HubError("The hub has had too many requests from here (429).", f"Wait some minutes. {REPEAT}{sooner}")
     kept = f"Try again later: what has arrived is kept. {ELSEWHERE}"
-    return HubError(f"The hub answered {status} for {repository}.", kept)
+    by = "The hub" if proxy is None else f"The hub, or the proxy {proxy},"
+    return HubError(f"{by} answered {status} for {repository}.", kept)
 
 
 def _first_line(error: Exception) -> str:

@@ -96,7 +96,7 @@ def fault(folder: Path, patterns: Sequence[str] = PATTERNS) -> CheckpointError |
 def layout(folder: Path) -> str:
     """`nvidia` for the original, `runtime` for what this program loads, by config.json alone; else empty."""
     try:
-        raw: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        raw: Any = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return ""
     if not isinstance(raw, dict):

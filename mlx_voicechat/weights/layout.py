@@ -123,10 +123,14 @@ def _place(name: str, readers: Iterable[tuple[Join, int, re.Pattern[str]]]) -> P
     return None
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=8192)  # of one checkpoint, asked for several times while it is opened
+def _stored_place(name: str) -> Place | None:
+    return _place(name, STORED_READERS)
+
+
 def parameter_path(name: str) -> str:
     """The parameter that a stored tensor, or one of its module's, goes into."""
-    place = _place(name, STORED_READERS)
+    place = _stored_place(name)
     return place.name(place.join.parameter) if place else name
 
 
@@ -143,13 +147,13 @@ def partners(name: str) -> list[str]:
 
 def is_stacked(name: str) -> bool:
     """Whether a stored tensor is rows of a parameter that has others too."""
-    place = _place(name, STORED_READERS)
+    place = _stored_place(name)
     return place is not None and len(place.join.stored) > 1 and not place.join.added
 
 
 def is_added(name: str) -> bool:
     """Whether a stored tensor vanishes in another, to which it is added."""
-    place = _place(name, STORED_READERS)
+    place = _stored_place(name)
     return place is not None and place.join.added and place.part > 0
 
 

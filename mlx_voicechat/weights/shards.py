@@ -84,7 +84,7 @@ def verify(folder: Path) -> dict[str, Stored]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
         if any(Path(file).name != file for file in names.values()):
             raise ValueError("a file name is not a plain name")
         return dict(names)

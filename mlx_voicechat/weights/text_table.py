@@ -154,7 +154,7 @@ def _write(path: Path, table: mx.array, said: dict[str, str]) -> None:
     partial = path.with_name(f".{path.stem}.{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}")
     try:
         mx.save_safetensors(str(partial), {TENSOR: table}, metadata=said)
-        with partial.open("rb+") as stream:
+        with contextlib.suppress(OSError), partial.open("rb+") as stream:  # not every disk can
             os.fsync(stream.fileno())  # or a power cut could leave a file of the right size without its data
         os.replace(partial, path)
     finally:

@@ -11,7 +11,8 @@ const POLL_MS = 1000;
 const METER_FLOOR_DB = 60;
 const STABLE_MS = 1000; // a turn that did not grow for so long is read aloud
 const NEAR_PX = 80; // of the captions' end: they scroll on
-const NAMES = { user: "You", assistant: "Assistant" };
+const NAMES = { user: "You", assistant: "Assistant", tool: "Tool" };
+const FIELDS = "input, textarea, select, button, [contenteditable]"; // where the space bar has its own meaning
 
 const $ = (id) => document.getElementById(id);
 const switches = { muted: false, halfDuplex: false };
@@ -24,7 +25,11 @@ const shown = new Map(); // turns -> { item, text, timer }
 function talk() {
   if (!$("settings").reportValidity()) return;
   const previous = conversation?.gone;
-  const settings = { systemPrompt: $("prompt").value, seed: Number($("seed").value) };
+  const settings = {
+    systemPrompt: $("prompt").value,
+    seed: Number($("seed").value),
+    pushToTalk: $("push-to-talk").checked,
+  };
   conversation = new Conversation({ settings, key: $("key").value, switches, view, previous });
   setRunning(true);
   notice("");
@@ -36,8 +41,11 @@ function setRunning(running) {
   $("talk").hidden = running;
   $("stop").hidden = !running;
   $("opening").disabled = running;
-  if (!running) $("interrupt").disabled = true;
-  if (focused === $("talk") || focused === $("stop")) (running ? $("stop") : $("talk")).focus();
+  if (!running) {
+    $("interrupt").disabled = true;
+    $("turn").hidden = true;
+  }
+  if ([$("talk"), $("stop"), $("turn")].includes(focused)) (running ? $("stop") : $("talk")).focus();
 }
 
 /** What a conversation may change on the page. */
@@ -54,6 +62,10 @@ const view = {
     $("function").hidden = true;
     $("saving").hidden = true;
     $("interrupt").disabled = false;
+    if (!conversation.settings.pushToTalk) return;
+    showWhoseTurn();
+    $("turn").hidden = false;
+    if (document.activeElement === $("stop")) $("turn").focus();
   },
   ended() {
     setRunning(false);
@@ -177,6 +189,21 @@ function toggleHalfDuplex() {
   conversation?.sayTurn();
 }
 
+function changeTurn() {
+  conversation.changeTurn();
+  showWhoseTurn();
+}
+
+function showWhoseTurn() {
+  $("turn").textContent = conversation.yourTurn ? "Done" : "Start speaking";
+}
+
+function pressKey(event) {
+  if (event.key !== " " || event.repeat || $("turn").hidden || event.target.matches(FIELDS)) return;
+  event.preventDefault();
+  changeTurn();
+}
+
 function setTheme() {
   document.documentElement.style.colorScheme = $("theme").value;
 }
@@ -184,6 +211,8 @@ function setTheme() {
 $("talk").addEventListener("click", talk);
 $("stop").addEventListener("click", () => conversation.stop());
 $("interrupt").addEventListener("click", () => conversation.interrupt());
+$("turn").addEventListener("click", changeTurn);
+document.addEventListener("keydown", pressKey);
 $("mute").addEventListener("click", toggleMute);
 $("half-duplex").addEventListener("change", toggleHalfDuplex);
 $("theme").addEventListener("change", setTheme);

@@ -11,22 +11,30 @@ const SPEAKERS = {
   "response.function.delta": ["function", "text"],
 };
 
-/** Turns {speaker, text, frame} in the order they began; the server's cumulative texts are the truth. */
+/**
+ * Turns {speaker, text, frame} in the order they began; the server's cumulative texts are the truth. One that is no more
+ * than its delta has begun anew, as a transcript does with each turn of push to talk.
+ */
 export class Captions {
   constructor() {
     this.turns = [];
     this.channels = new Map();
+    this.calls = new Map(); // of tools: call id -> turn
   }
 
   /** Takes an event; the turn that it changed, or null. */
   take(event) {
+    if (event.type === "tool.call") return this.call(event);
+    if (event.type === "tool.result") return this.called(event, ` → ${event.result}`);
+    if (event.type === "tool.failed") return this.called(event, ` failed (${event.reason.replaceAll("_", " ")})`);
     const [speaker, field] = SPEAKERS[event.type] ?? [];
     if (!speaker) return null;
     const all = String(event[field] ?? "");
     const frame = event.frame_index;
     let channel = this.channels.get(speaker);
-    if (!channel || this.isOver(channel, frame)) {
-      channel = { turn: null, from: channel?.length ?? 0 };
+    const anew = all.length < (channel?.length ?? 0) && all.trim() === String(event.delta ?? "").trim();
+    if (!channel || anew || this.isOver(channel, frame)) {
+      channel = { turn: null, from: anew ? 0 : (channel?.length ?? 0) };
       this.channels.set(speaker, channel);
     }
     channel.length = all.length;
@@ -41,15 +49,39 @@ export class Captions {
     return channel.turn;
   }
 
+  /** A tool's call and what became of it are one line. */
+  call({ call_id: id, name, arguments: values, frame_index: frame }) {
+    return this.line(id, `${name}(${named(values)})`, frame);
+  }
+
+  called({ call_id: id, raw = "a call", frame_index: frame }, outcome) {
+    const turn = this.calls.get(id) ?? this.line(id, raw, frame);
+    turn.text += outcome;
+    return turn;
+  }
+
+  line(id, text, frame) {
+    const turn = { speaker: "tool", text, frame };
+    this.calls.set(id, turn);
+    this.turns.push(turn);
+    return turn;
+  }
+
   isOver({ turn, frame: last }, frame) {
     if (!turn) return false;
-    const interrupted = turn.speaker !== "function" && this.turns.findLast(isSpeech) !== turn;
+    const interrupted = isSpeech(turn) && this.turns.findLast(isSpeech) !== turn;
     return frame - last > (interrupted ? PAUSE_FRAMES : LONG_PAUSE_FRAMES);
   }
 }
 
 function isSpeech({ speaker }) {
-  return speaker !== "function";
+  return speaker === "user" || speaker === "assistant";
+}
+
+function named(values) {
+  return Object.entries(values ?? {})
+    .map(([name, value]) => `${name}=${JSON.stringify(value)}`)
+    .join(", ");
 }
 
 /** The conversation as a text file. */

@@ -17,6 +17,7 @@ import {
   NO_SOUND,
   refused,
   STATES,
+  YOUR_TURN,
 } from "./words.js";
 
 const POLL_MS = 1000;
@@ -30,7 +31,8 @@ const BEHIND_SECONDS = 1; // a server that is late by less is not spoken of
 
 /**
  * `view` is told: state(name, words), level(peak), turn(turn), figures(conversation), notice(words), begun(), ended().
- * `switches` { muted, halfDuplex } may change at any time.
+ * `switches` { muted, halfDuplex } may change at any time. With `settings.pushToTalk` the person is heard only in their
+ * turn: `yourTurn`, changed by `changeTurn`.
  */
 export class Conversation {
   constructor({ settings, key, switches, view, previous }) {
@@ -42,6 +44,7 @@ export class Conversation {
     this.running = false; // between session.updated and the end
     this.over = false;
     this.speaking = false;
+    this.yourTurn = false;
     this.buffer = null; // the playback's last report
     this.discarding = false; // speech, from an interruption until the server has seen it
     this.playFrom = 0;
@@ -95,9 +98,22 @@ export class Conversation {
 
   /** End the assistant's turn: what waits is not spoken, and the model is told. */
   interrupt() {
+    this.cut("response.interrupt");
+  }
+
+  /** Begin the person's turn, which ends the assistant's, or end it. */
+  changeTurn() {
+    this.yourTurn = !this.yourTurn;
+    if (this.yourTurn) this.cut("turn.begin");
+    else this.connection.send({ type: "turn.end" });
+    this.sayTurn();
+  }
+
+  /** Play nothing until the server has seen this message: it answers with response.interrupted. */
+  cut(type) {
     this.audio.clear();
     this.discarding = true;
-    this.connection.send({ type: "response.interrupt" });
+    this.connection.send({ type });
   }
 
   // -- from the microphone
@@ -105,7 +121,7 @@ export class Conversation {
   hear({ frame, peak: level, heard }) {
     if (!this.running) return;
     const { muted, halfDuplex } = this.switches;
-    const off = muted || (halfDuplex && this.speaking);
+    const off = muted || (halfDuplex && this.speaking) || (this.settings.pushToTalk && !this.yourTurn);
     this.checkSound(heard);
     this.checkLag(this.timing.lagSeconds);
     const loudness = off ? 0 : level;
@@ -218,7 +234,10 @@ export class Conversation {
   sayTurn() {
     if (!this.running) return;
     const { muted, halfDuplex } = this.switches;
-    if (this.speaking) this.say("speaking", halfDuplex && !muted ? HALF_DUPLEX : undefined);
+    const { pushToTalk } = this.settings;
+    if (this.yourTurn) this.say("listening", muted ? MUTED : YOUR_TURN);
+    else if (this.speaking) this.say("speaking", halfDuplex && !muted && !pushToTalk ? HALF_DUPLEX : undefined);
+    else if (pushToTalk) this.say("waiting");
     else this.say("listening", muted ? MUTED : undefined);
   }
 

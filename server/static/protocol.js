@@ -9,8 +9,10 @@ const INPUT_SCALE = 32768; // of what the server hears: PCM as files have it
 const OUTPUT_SCALE = 32767; // of what the server speaks
 
 /** The message that begins a conversation; an empty prompt is left to the model. */
-export function sessionUpdate({ systemPrompt, seed }) {
+export function sessionUpdate({ systemPrompt, seed, pushToTalk }) {
   const session = systemPrompt === "" ? { seed } : { system_prompt: systemPrompt, seed };
+  session.extensions = true; // events of tools, and turns
+  if (pushToTalk) session.turns = "application";
   return { type: "session.update", session };
 }
 

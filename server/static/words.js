@@ -6,11 +6,13 @@ export const STATES = {
   ready: ["Ready", "Press Talk and say something."],
   listening: ["Listening", "Speak when you like, also while the assistant does."],
   speaking: ["Speaking", "The assistant is speaking."],
+  waiting: ["Waiting", "Press Start speaking, or the space bar, when you want to say something."],
   busy: ["Busy", "Somebody is talking with the model. Try again when they have finished."],
   lost: ["Lost", ""],
   microphone: ["No microphone", ""],
 };
 
+export const YOUR_TURN = "Speak, and press Done when you have finished.";
 export const MUTED = "You are muted: the assistant hears silence.";
 export const HALF_DUPLEX = "The assistant is speaking; your microphone is off meanwhile.";
 export const NO_SERVER = "No server answers. Start it with “mlx-voicechat serve”, then press Talk.";

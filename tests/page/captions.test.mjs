@@ -39,6 +39,15 @@ test("the cumulative text is the truth, also when it is revised", () => {
   assert.deepEqual(brief(captions), ["assistant: café", "assistant: "]);
 });
 
+test("a transcript that begins anew is a new turn", () => {
+  const captions = new Captions();
+  captions.take(heard(5, "What is it?", "What is it?"));
+  captions.take(said(9, "That.", "That."));
+  captions.take(heard(20, "And", "And"));
+  captions.take(heard(21, " now?", "And now?"));
+  assert.deepEqual(brief(captions), ["user: What is it?", "assistant: That.", "user: And now?"]);
+});
+
 test("function text is a speaker apart and divides nobody's turn; other events are none", () => {
   const captions = new Captions();
   captions.take(said(0, "Wait", "Wait"));
@@ -55,4 +64,18 @@ test("the text file names the model, the prompt, the seed and the time of each t
   const text = transcript(turns, { model: "tiny", systemPrompt: "", seed: 7, started: "today" });
   const heading = "Conversation of today with tiny\nSystem prompt: (the model's own)\nSeed: 7\n";
   assert.equal(text, `${heading}\n[00:00.4] user: Hello.\n[01:04.0] assistant: Hi.\n`);
+});
+
+test("a tool's call and its result are one line, which divides nobody's turn", () => {
+  const captions = new Captions();
+  captions.take(said(0, "Wait", "Wait"));
+  const call = { type: "tool.call", frame_index: 5, call_id: "call_1", name: "f", arguments: { a: 1, b: "x" } };
+  captions.take(call);
+  captions.take(said(30, " for it", "Wait for it"));
+  const turn = captions.take({ type: "tool.result", frame_index: 40, call_id: "call_1", result: "rain" });
+  assert.equal(turn.text, 'f(a=1, b="x") → rain');
+  captions.take({ type: "tool.failed", frame_index: 41, call_id: "call_2", reason: "unknown_tool", raw: "g()" });
+  captions.take({ type: "tool.result", frame_index: 42, call_id: "call_2", result: "{}" });
+  const lines = ["assistant: Wait for it", 'tool: f(a=1, b="x") → rain', "tool: g() failed (unknown tool) → {}"];
+  assert.deepEqual(brief(captions), lines);
 });

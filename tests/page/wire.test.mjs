@@ -19,9 +19,10 @@ test("a key travels as a subprotocol, and an empty prompt is the model's own", (
   assert.deepEqual(protocol.subprotocols(""), ["realtime"]);
   assert.deepEqual(protocol.subprotocols("k.1"), ["realtime", "openai-insecure-api-key.k.1"]);
   assert.ok(protocol.isSendable("sk-A_1.~") && !protocol.isSendable("two words") && !protocol.isSendable("é"));
-  assert.deepEqual(protocol.sessionUpdate({ systemPrompt: "", seed: 3 }).session, { seed: 3 });
+  assert.deepEqual(protocol.sessionUpdate({ systemPrompt: "", seed: 3 }).session, { seed: 3, extensions: true });
   const { session } = protocol.sessionUpdate({ systemPrompt: "Be brief.", seed: 0 });
-  assert.deepEqual(session, { system_prompt: "Be brief.", seed: 0 });
+  assert.deepEqual(session, { system_prompt: "Be brief.", seed: 0, extensions: true });
+  assert.equal(protocol.sessionUpdate({ systemPrompt: "", seed: 0, pushToTalk: true }).session.turns, "application");
 });
 
 test("the figures: a server's own time for a frame, and what it has not answered", () => {

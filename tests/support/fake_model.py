@@ -20,6 +20,7 @@ CONFIG = SimpleNamespace(
     eos_id=2,
     demonstration="",
     speaker="Aria",
+    default_system_prompt="",
 )
 SCRIPT = {2: ("user", "Hello"), 3: ("user", " there."), 6: ("assistant", "Good"), 7: ("assistant", " day.")}
 KINDS: dict[str, Callable[[int, str, str], Event]] = {
@@ -94,6 +95,7 @@ class FakeModel:
     def __init__(self, script: dict[int, tuple[str, str]] = SCRIPT, demonstration: str = "") -> None:
         self.script = script
         self.name = "fake"
+        self.call_tokens = (20, 21, 22)
         self.config = SimpleNamespace(**{**vars(CONFIG), "demonstration": demonstration})
         self.before: Callable[[int], Any] = lambda index: None
         self.opening_steps = 0

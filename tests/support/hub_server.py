@@ -14,6 +14,7 @@ from threading import Event, Thread
 from typing import Any
 
 COMMIT = "a" * 40
+PAGE = b"<!DOCTYPE html><html><title>Log in to our network</title>" + b" " * 1000 + b"</html>"
 LARGE = ".safetensors"  # kept in LFS: known by SHA-256, other files by git's SHA-1
 
 
@@ -42,6 +43,9 @@ class Hub:
     revisions: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
     cut: dict[str, int] = field(default_factory=dict)
     stall: dict[str, int] = field(default_factory=dict)
+    page: set[str] = field(default_factory=set)  # files in whose place a login page comes
+    sized: bool = True  # whether the list of files has sizes and hashes
+    with_head: bool = True  # whether HEAD is answered
     release: Event = field(default_factory=Event)
     requests: list[str] = field(default_factory=list)
     ranges: list[tuple[str, str | None]] = field(default_factory=list)
@@ -81,9 +85,15 @@ class _Handler(BaseHTTPRequestHandler):
         if is_file:
             return self._file(place / parts[4], body, str(commit))
         siblings = [_sibling(file) for file in sorted(place.iterdir()) if file.is_file()]
+        if not self.hub.sized:
+            siblings = [{"rfilename": one["rfilename"]} for one in siblings]
         return self._json({"id": name, "sha": commit, "siblings": siblings, "tags": [], "cardData": self.hub.card})
 
     def _file(self, file: Path, body: bool, commit: str) -> None:
+        if not body and not self.hub.with_head:
+            return self._send(405, b"", body, {})
+        if file.name in self.hub.page:
+            return self._send(200, PAGE, body, {"Content-Type": "text/html"})
         if not file.is_file():
             return self._send(404, b"", body, {"X-Error-Code": "EntryNotFound"})
         content, status = file.read_bytes(), 200

@@ -40,11 +40,11 @@ class Peer:
         self.heard.append(message)
         return message
 
-    def greet(self) -> None:
-        """created, update, updated."""
+    def greet(self, **fields: Any) -> None:
+        """created, update, updated; `fields` are also of the session."""
         self.send("session.created", session={"id": "sess_0", "state": "configuring", **FORMATS})
         self.receive()
-        ready = {"id": "sess_0", "state": "ready", "model": "stand-in", "frame_samples": 1280, **FORMATS}
+        ready = {"id": "sess_0", "state": "ready", "model": "stand-in", "frame_samples": 1280, **FORMATS, **fields}
         self.send("session.updated", session=ready)
 
     def audio(self, pcm: np.ndarray | None = None) -> None:

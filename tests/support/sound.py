@@ -49,6 +49,7 @@ class Sound:
     speed: float = 10.0
     opening: str = ""  # why a stream cannot be opened
     unplugged_after: float | None = None  # seconds of sound until the microphone stops
+    loudspeaker_gone_after: float | None = None  # the same of the loudspeaker
     flags: dict[str, bool] = field(default_factory=dict)
     default_devices: tuple[int, int] = (0, 1)
     streams: list[Stream] = field(default_factory=list)
@@ -148,6 +149,9 @@ class Stream:
                 self._sound.heard.append(block)
                 if self._sound.room:
                     self._sound.returned.append(self._sound.room(block[:, 0]))
+                gone = self._sound.loudspeaker_gone_after
+                if gone is not None and tick * TICK_SECONDS >= gone:
+                    return
             tick += 1
 
 

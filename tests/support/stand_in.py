@@ -38,6 +38,10 @@ SAID = {
     13: ("response.function.delta", '"Paris")', 'look_up("Paris")'),
     14: ("response.text.delta", " is Paris.", "The capital of France is Paris."),
 }
+TOOL_EVENTS: dict[int, dict[str, Any]] = {
+    8: {"type": "tool.call", "call_id": "call_1", "name": "look_up", "arguments": {"country": "France", "most": 1}},
+    11: {"type": "tool.result", "call_id": "call_1", "result": '"Paris"'},
+}
 
 
 def spoken(index: int) -> bool:
@@ -59,6 +63,7 @@ class Scene:
     busy: bool = False
     stalled: bool = False  # hears and does not answer
     status: int = 101  # of the upgrade
+    tools: bool = False  # whether a tool is called
     received: list[dict[str, Any]] = field(default_factory=list)
     connections: int = 0
 
@@ -124,7 +129,7 @@ async def _play(scene: Scene, socket: WebSocket) -> None:
         if kind == "session.update":
             session = {"id": "sess_0", "state": "ready", "model": "stand-in", "frame_samples": 1280, **FORMATS}
             await _send(socket, "session.updated", session=session)
-        elif kind == "response.interrupt":
+        elif kind in ("response.interrupt", "turn.begin"):
             await _send(socket, "response.interrupted", frame_index=index)
         elif kind == "session.cancel":
             await _send(socket, "response.cancelled", frame_index=index)
@@ -144,6 +149,8 @@ async def _frame(scene: Scene, socket: WebSocket, index: int) -> None:
         kind, delta, text = SAID[index]
         field_name = "transcript" if kind == TRANSCRIPT else "text"
         await _send(socket, kind, frame_index=index, token_id=1, delta=delta, **{field_name: text})
+    if scene.tools and index in TOOL_EVENTS:
+        await socket.send_text(json.dumps({"frame_index": index, **TOOL_EVENTS[index]}))
     samples = tone(index) if scene.speaks(index) else bytes(2 * FRAME_SAMPLES)
     await _send(
         socket,

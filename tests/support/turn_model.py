@@ -187,6 +187,7 @@ class TurnSession:
 
     def _drop_cycle(self) -> None:
         self.calls, self.results, self.in_cycle = [], {}, False
+        self._answer_behind_call = self._called = False
 
     def give(self, call_id: str, result: str) -> None:
         if call_id not in {call.call_id for call in self.calls} or call_id in self.results:
@@ -209,7 +210,8 @@ class TurnModel:
     def __init__(self, answer: tuple[str, ...] = ANSWER, calls: bool = True) -> None:
         self.answer, self.calls = answer, calls
         self.name = "fake"
-        self.config = SimpleNamespace(**vars(CONFIG), default_system_prompt="Default.")
+        self.call_tokens = (20, 21, 22)
+        self.config = SimpleNamespace(**{**vars(CONFIG), "default_system_prompt": "Default."})
         self.tokenizer = SimpleNamespace(encode=lambda text: text.split())
         self.before: Callable[[int], Any] = lambda index: None
         self.opened: list[dict[str, Any]] = []
