@@ -94,16 +94,12 @@ def serve(
     if log_level not in LEVELS:
         raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
     _check_tls(ssl_certfile, ssl_keyfile)
-    if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
-        raise InputError("--api-key must be printable and without spaces.")
+    _check_key(api_key)
 
     from mlx_voicechat.server.listening import listen
 
     from .tool_sources import ToolOptions, ToolSources
 
-    prefix = api_prefix.strip("/")
-    if not PREFIX.fullmatch(prefix):
-        raise InputError(f"--api-prefix {api_prefix} is no path.", "Write it like /voice, of letters, digits and -._~")
     if not host.strip():
         raise InputError("--host is empty.", "127.0.0.1 is this machine, 0.0.0.0 the whole network.")
     settings = ServerSettings(
@@ -112,7 +108,7 @@ def serve(
         port=port,
         protocol=protocol,
         api_key=api_key,
-        api_prefix=f"/{prefix}" if prefix else "",
+        api_prefix=_prefix(api_prefix),
         cors_origins=_origins("--cors-origins", cors_origins),
         allowed_origins=_origins("--allowed-origins", allowed_origins),
         alias=alias,
@@ -189,6 +185,19 @@ def _leave(ended_by: int | None, running: bool) -> None:
         os._exit(128 + (ended_by or 0))
     if ended_by is not None:
         raise Ended(128 + ended_by)
+
+
+def _prefix(path: str) -> str:
+    """`--api-prefix` as it stands before every path: a slash and no other at its end, or nothing."""
+    prefix = path.strip("/")
+    if not PREFIX.fullmatch(prefix):
+        raise InputError(f"--api-prefix {path} is no path.", "Write it like /voice, of letters, digits and -._~")
+    return f"/{prefix}" if prefix else ""
+
+
+def _check_key(api_key: str | None) -> None:
+    if api_key is not None and (not api_key or not api_key.isprintable() or " " in api_key):
+        raise InputError("--api-key must be printable and without spaces.")
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:

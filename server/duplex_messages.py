@@ -60,7 +60,7 @@ def commit(session: DuplexSession, message: dict[str, Any], event_id: str | None
     async def work() -> None:
         if silent:
             session.uncommitted_ms = 0.0
-            session.utterances.drop()
+            session.utterances.drop(round(session.input_ms))
             session.listen("silence_commit")
             return
         committed(session)

@@ -205,10 +205,14 @@ class Utterances:
         self.seal()
         self.complete()
 
-    def drop(self) -> None:
-        """The client has cleared its buffer: what was not sealed is no utterance."""
-        if self.current is not None and not self.current.sealed:
-            self.current = None
+    def drop(self, at_ms: int) -> None:
+        """The client has cleared its buffer: what was not sealed is no utterance, and enters no conversation."""
+        one = self.current
+        if one is None or one.sealed:
+            return
+        self.current = None
+        if one.started_ms is not None:
+            self._emit("input_audio_buffer.speech_stopped", audio_end_ms=at_ms, item_id=one.item.id)
 
     def _current(self) -> Utterance:
         if self.current is None:

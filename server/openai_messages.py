@@ -118,7 +118,7 @@ def clear(session: OpenAISession, message: dict[str, Any], event_id: str | None)
     session.ear.clear()
     session.ear.forget()
     session.uncommitted_ms = 0.0
-    session.utterances.drop()
+    session.utterances.drop(session.ear.heard_ms)
     session.put(messages.Clear())
     session.emit("input_audio_buffer.cleared")
 

@@ -4,6 +4,7 @@ import io
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import soundfile
 
 from mlx_voicechat.sound.recordings import read_all, read_audio
-from tests.test_audio import M4A, RATE, copying, encoded, install, refused, tools
+from tests.test_audio import M4A, RATE, Pipe, copying, encoded, install, refused, tools
 
 __all__ = ["tools"]  # a fixture
 
@@ -170,3 +171,14 @@ def test_why_nothing_may_be_understood(tmp_path: Path, samples: np.ndarray, word
     with read_audio(tmp_path / "x.wav") as reader:
         reader.read_all()
         assert re.search(words, reader.hint) if words else reader.hint == ""
+
+
+def test_no_usable_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", none)
+    monkeypatch.setattr(sys, "stdin", Pipe(encoded(of_noise(1), "WAV")))
+    said = str(refused("-"))
+    assert "Cannot read standard input: there is no usable temporary folder (No usable temporary directory" in said
+    assert "TMPDIR" in said

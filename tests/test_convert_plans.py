@@ -57,6 +57,11 @@ def test_the_first_rule_that_matches_decides(facts: dict[str, Facts], tmp_path: 
     assert chosen.keys() == facts.keys()
 
 
+def test_a_file_that_begins_with_a_mark_of_byte_order(facts: dict[str, Facts], tmp_path: Path) -> None:
+    plan = plan_file(tmp_path, '\ufeff"stt_model.lm_head" = "8/64"')
+    assert plan.settings(facts)["stt_model.lm_head.weight"] == Quantised(8, 64)
+
+
 @pytest.mark.parametrize(
     ("pattern", "name"),
     [

@@ -53,9 +53,11 @@ ITEMS = st.one_of(
     ),
     JSON,
 )
-SHARED = [
+SAID = st.one_of(
     st.sampled_from([0.02, 0.1, 0.3, 1.0]).map(lambda seconds: said(seconds)),
     st.sampled_from([0.1, 0.5, 2.0]).map(lambda seconds: said(seconds, loud=False)),
+)
+SHARED = [
     message("input_audio_buffer.append", audio=st.sampled_from(["AAA", "AA==", "", "!", 3])),
     message("input_audio_buffer.commit"),
     message("input_audio_buffer.clear"),
@@ -88,7 +90,21 @@ VENDOR = [
     message("playback.ack", response_id=IDS, played_ms=st.integers(-1, 5000), truncate=st.booleans()),
     st.booleans().map(lambda speech: {**said(0.3, rate_hz=16_000), "is_speech": speech}),
 ]
+BEGINNINGS = st.sampled_from(
+    [
+        {"type": "session.update", "session": {"tools": tools, "turn_detection": turn}}
+        for tools in ([], [TOOL])
+        for turn in TURNS
+    ]
+)
 PAUSE = st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.5])
+
+
+def steps(*others: st.SearchStrategy[Any]) -> st.SearchStrategy[list[tuple[Any, float]]]:
+    """Messages and the pauses after them; as much speech as of all else together."""
+    either = st.booleans().flatmap(lambda speech: SAID if speech else st.one_of(*others))
+    rest = st.lists(st.tuples(either, PAUSE), max_size=20)
+    return st.builds(lambda first, others: [(first, 0.0), *others], BEGINNINGS, rest)
 
 
 def filled(value: Any, names: dict[str, str]) -> Any:
@@ -145,19 +161,19 @@ RULES = settings(
 
 
 @RULES
-@given(st.lists(st.tuples(st.one_of(*SHARED), PAUSE), max_size=14))
+@given(steps(*SHARED))
 def test_openai(sequence: list[tuple[Any, float]]) -> None:
     client = converse(sequence, duplex=False)
     assert len({event["event_id"] for event in client.events}) == len(client.events)
 
 
 @RULES
-@given(st.lists(st.tuples(st.one_of(*SHARED, *VENDOR), PAUSE), max_size=14))
+@given(steps(*SHARED, *VENDOR))
 def test_duplex(sequence: list[tuple[Any, float]]) -> None:
     converse(sequence, duplex=True)
 
 
 @RULES
-@given(st.lists(st.tuples(st.one_of(*SHARED), PAUSE), max_size=14))
+@given(steps(*SHARED))
 def test_beta(sequence: list[tuple[Any, float]]) -> None:
     converse(sequence, duplex=False, beta=True)

@@ -109,7 +109,11 @@ class AudioReader:
             raise self._fail(getattr(fault, "strerror", None) or str(fault)) from None
 
     def _temporary_folder(self) -> Path:
-        return Path(self._temporary.enter_context(tempfile.TemporaryDirectory(prefix="mlx-voicechat-")))
+        try:
+            return Path(self._temporary.enter_context(tempfile.TemporaryDirectory(prefix="mlx-voicechat-")))
+        except OSError as fault:
+            why = f"there is no usable temporary folder ({fault.strerror or fault})"
+            raise self._fail(why, "Set TMPDIR to a folder that can be written to.") from None
 
     def _spooled(self, source: BinaryIO) -> Path:
         copy = self._temporary_folder() / "input"

@@ -97,6 +97,15 @@ class Order:
         assert "previous_item_id" in event
         self._step(event["item_id"], "committed")
 
+    def on_input_audio_buffer_cleared(self, event: dict[str, Any]) -> None:
+        """What was cleared never was an utterance."""
+        for item_id, seen in list(self.utterance.items()):
+            assert seen != ["started"], "cleared within speech that was not stopped"
+            if seen == ["started", "stopped"]:
+                del self.utterance[item_id]
+
+    on_response_listen = on_input_audio_buffer_cleared
+
     def on_conversation_item_input_audio_transcription_delta(self, event: dict[str, Any]) -> None:
         seen = self.utterance[event["item_id"]]
         assert "added" in seen

@@ -15,7 +15,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.support.strict_v3 import Trace, short
 
-WAIT_SECONDS = 30
+WAIT_SECONDS = 120
 FRAME_SAMPLES = 1280
 CREATED, DONE = "response.created", "response.done"
 CALL = "response.function_call_arguments.done"
