@@ -11,7 +11,7 @@ from typer import Option
 
 from mlx_voicechat.options import LoadOptions
 
-from .conversation import INTERRUPTED, Interrupt
+from .offline import INTERRUPTED, Interrupt
 from .options import COMPILED, DEFAULT_MODEL, KeyValueCache, ModelArgument, SpeechWeights, option_of
 from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts

@@ -33,7 +33,7 @@ WIRE_SCALE = 32767  # of the samples a server sends; what it receives is PCM as 
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refusal:
     """The server did not do what a message asked for; the connection is still open."""
 
     code: str
@@ -54,7 +54,7 @@ class Interrupted:
     frame_index: int
 
 
-Notice: TypeAlias = Refused | Lagging | Interrupted
+Notice: TypeAlias = Refusal | Lagging | Interrupted
 
 
 @asynccontextmanager
@@ -271,7 +271,7 @@ def _event(message: dict[str, Any]) -> Event | Notice | None:
     if kind == "session.lagging":
         return Lagging(float(message["backlog_seconds"]))
     if kind == "error":
-        return Refused(str(message["error"]["code"]), str(message["error"]["message"]))
+        return Refusal(str(message["error"]["code"]), str(message["error"]["message"]))
     return None
 
 

@@ -19,14 +19,14 @@ PACKED = ("scales", "biases")  # beside a quantised weight; they are no paramete
 LONGEST_FRAMES = 2**30  # a search ends here: two years
 
 
-class Part(NamedTuple):
+class Size(NamedTuple):
     """Values, and the bytes that store them."""
 
     parameters: int
     bytes: int
 
-    def __add__(self, other: Any) -> Part:
-        return Part(self.parameters + other.parameters, self.bytes + other.bytes)
+    def __add__(self, other: Any) -> Size:
+        return Size(self.parameters + other.parameters, self.bytes + other.bytes)
 
 
 class Longest(NamedTuple):
@@ -40,25 +40,25 @@ class Longest(NamedTuple):
 
 def composition(
     stored: Mapping[str, Stored], quantization: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Part]]:
+) -> dict[str, dict[str, Size]]:
     """By network and by precision (`f32`, `bf16`, `4-bit`, `mxfp4` ...), in the order of NETWORKS."""
-    found: dict[str, dict[str, Part]] = {name: {} for name in (*NETWORKS, OTHER)}
+    found: dict[str, dict[str, Size]] = {name: {} for name in (*NETWORKS, OTHER)}
     for name, tensor in stored.items():
         place = found[network(name) or OTHER]
         precision, part = _part(name, tensor, quantization)
-        place[precision] = place.get(precision, Part(0, 0)) + part
+        place[precision] = place.get(precision, Size(0, 0)) + part
     return {name: dict(sorted(parts.items())) for name, parts in found.items() if parts}
 
 
-def _part(name: str, tensor: Stored, quantization: Mapping[str, Mapping[str, Any]]) -> tuple[str, Part]:
+def _part(name: str, tensor: Stored, quantization: Mapping[str, Mapping[str, Any]]) -> tuple[str, Size]:
     values, size = math.prod(tensor.shape), WIDTHS.get(tensor.dtype, 1)
     module, _, kind = name.rpartition(".")
     entry = quantization.get(module)
     if entry is None or kind not in ("weight", *PACKED):
-        return tensor.dtype.lower(), Part(values, values * size)
+        return tensor.dtype.lower(), Size(values, values * size)
     mode = str(entry.get("mode", "affine"))
     precision = f"{_bits(entry)}-bit" if mode == "affine" else mode
-    return precision, Part(0 if kind in PACKED else values * 8 * size // _bits(entry), values * size)
+    return precision, Size(0 if kind in PACKED else values * 8 * size // _bits(entry), values * size)
 
 
 def _bits(entry: Mapping[str, Any]) -> int:

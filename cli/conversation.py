@@ -1,81 +1,148 @@
-"""A recording through a session: its timeline in blocks, events as they come, Ctrl-C between frames."""
+"""A conversation with a server, from the first block sent to the last event, whether a recording's or a person's."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import signal
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import typer
+
+from mlx_voicechat.errors import AudioError, ServerError
+
+from .offline import INTERRUPTED
+from .render import note
 
 if TYPE_CHECKING:
-    import numpy as np
+    from pathlib import Path
 
-    from mlx_voicechat import Event, Session
+    from mlx_voicechat import AudioFrame, Event
 
-INTERRUPTED = 130  # exit code of a program ended by Ctrl-C
+    from .client import Notice, Wire
 
 
-class Interrupt:
-    """Ctrl-C as a flag that is read between frames; pressed again it does at once what it did before."""
+def _failed(task: asyncio.Task[None]) -> bool:
+    """Whether it ended by a fault that the server does not tell of."""
+    fault = None if task.cancelled() else task.exception()
+    return fault is not None and not isinstance(fault, ServerError)
+
+
+class Conversation:
+    """One conversation: a task sends, another takes what comes.
+
+    What ends it early does not raise, so that what was spoken can be kept: `fail_if_cut_short` says it afterwards.
+    """
+
+    audible = False  # whether somebody hears it, with nothing printed or written
 
     def __init__(self) -> None:
-        self.pressed = False
-        self._previous: Any = None
+        self._interrupted = False
+        self._lost: ServerError | None = None
+        self._broken: Exception | None = None  # on the way to the server
+        self.seconds = 0.0  # how much of the conversation took place
+        self.behind_seconds = 0.0  # the most that the server was behind real time
 
-    def __enter__(self) -> Interrupt:
-        self._previous = signal.getsignal(signal.SIGINT)
-        if self._previous is not signal.SIG_IGN:  # a shell's background job is not to be interrupted
-            signal.signal(signal.SIGINT, self._press)
-        return self
+    def opened(self, wire: Wire) -> AbstractContextManager[None]:
+        """What it needs for the time of the conversation."""
+        raise NotImplementedError
 
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+    def faults(self) -> list[str]:
+        """What did not go well, a line each."""
+        raise NotImplementedError
 
-    def _press(self, number: int, frame: Any) -> None:
-        if self.pressed:
-            if callable(self._previous):
-                self._previous(number, frame)
-            raise KeyboardInterrupt
-        self.pressed = True
+    async def run(self, wire: Wire, take: Callable[[Event], bool]) -> None:
+        """Converse to the end, or until `take`, which gets every event of the session, wants no more.
 
+        What fails on the sending side ends it at once, as what the server does: `fail_if_cut_short` raises it.
+        """
+        sender = asyncio.create_task(self._send(wire))
+        listener = asyncio.create_task(self._listen(wire, take))
+        try:
+            with self._interruptible(wire, sender, listener):
+                await asyncio.wait({listener, sender}, return_when=asyncio.FIRST_COMPLETED)
+                if not listener.done() and not _failed(sender):
+                    await asyncio.wait({listener})
+        finally:
+            sender.cancel()
+            listener.cancel()
+            heard, said = await asyncio.gather(listener, sender, return_exceptions=True)
+        if isinstance(heard, Exception):
+            raise heard
+        if isinstance(said, AudioError):  # what was to be said is no recording, so that nothing is to be kept
+            raise said
+        if isinstance(said, Exception) and not isinstance(said, ServerError):  # of that one the listener knows
+            self._broken = said
 
-def silence(samples: int, piece_samples: int = 16000) -> Iterator[np.ndarray]:
-    """`samples` zeros, in pieces."""
-    import numpy as np
+    def fail_if_cut_short(self, kept: Path | None = None) -> None:
+        """Leave with Ctrl-C's exit code or an error when the conversation ended before its time."""
+        if self._broken:
+            raise self._broken
+        if self._interrupted:
+            note(f"interrupted after {self.seconds:.2f} s of the conversation.")
+            raise typer.Exit(INTERRUPTED)
+        if self._lost and self.seconds:
+            raise ServerError(self._lost.message + self._ended(kept), self._lost.remedy, self._lost.code)
+        if self._lost:
+            raise self._lost
 
-    for start in range(0, samples, piece_samples):
-        yield np.zeros(min(piece_samples, samples - start), np.float32)
+    def _ended(self, kept: Path | None) -> str:
+        rest = f"; what was spoken until then is in {kept}" if kept else ""
+        return f" The conversation ended after {self.seconds:.2f} s{rest}."
 
+    async def _send(self, wire: Wire) -> None:
+        """Say what is to be said, and commit."""
+        raise NotImplementedError
 
-def cut(pieces: Iterable[np.ndarray], block_samples: int) -> Iterator[np.ndarray]:
-    """Pieces (S,) of any length -> blocks (block_samples,); the last may be shorter."""
-    import numpy as np
+    def _press(self, wire: Wire, sender: asyncio.Task[None], listener: asyncio.Task[None]) -> bool:
+        """Ctrl-C; True if another one is to do at once what it did before the conversation."""
+        raise NotImplementedError
 
-    waiting = np.zeros(0, np.float32)
-    for piece in pieces:
-        waiting = np.concatenate([waiting, piece])
-        while len(waiting) >= block_samples:
-            yield waiting[:block_samples]
-            waiting = waiting[block_samples:]
-    if len(waiting):
-        yield waiting
+    def _notice(self, notice: Notice) -> None:
+        """What the server tells of itself."""
 
+    def _count(self, frame: AudioFrame) -> None:
+        """A frame was answered."""
 
-def converse(
-    session: Session, blocks: Iterable[np.ndarray], block_frames: int, interrupt: Interrupt
-) -> Iterator[Event]:
-    """Feed `blocks` to the session, perception over `block_frames` at once, and yield its events.
+    async def _listen(self, wire: Wire, take: Callable[[Event], bool]) -> None:
+        from mlx_voicechat import AudioFrame
 
-    Ends with Done, after LimitReached when the session's limit cut it short, or with Cancelled after Ctrl-C.
-    """
-    from mlx_voicechat import AudioFrame
+        from .client import Interrupted, Lagging, Refusal
 
-    rate_hz = session.model.config.input_rate_hz
-    for block in blocks:
-        for event in session.feed(block, rate_hz, block_frames=block_frames):
-            yield event
-            if interrupt.pressed and isinstance(event, AudioFrame):  # the last event of its frame
-                yield from session.cancel()
-                return
-        if session.limited:
-            break
-    yield from session.finish(pad_partial=True)
+        try:
+            async for event in wire.events():
+                if isinstance(event, Refusal):  # all that was spoken has come before it
+                    why = f"The server says: {event.message.rstrip('.')} ({event.code})."
+                    raise ServerError(why, code=event.code)
+                if isinstance(event, Lagging | Interrupted):
+                    self._notice(event)
+                    continue
+                if isinstance(event, AudioFrame):
+                    self.seconds = (event.frame_index + 1) * wire.frame_seconds
+                    self._count(event)
+                if not take(event):
+                    break
+        except ServerError as fault:
+            self._lost = fault
+
+    @contextlib.contextmanager
+    def _interruptible(self, wire: Wire, sender: asyncio.Task[None], listener: asyncio.Task[None]) -> Iterator[None]:
+        loop, previous = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+
+        def restore() -> None:
+            if loop.remove_signal_handler(signal.SIGINT):
+                signal.signal(signal.SIGINT, previous)
+
+        def press() -> None:
+            self._interrupted = True
+            if self._press(wire, sender, listener):
+                restore()
+
+        if previous is not signal.SIG_IGN:  # a shell's background job is not to be interrupted
+            loop.add_signal_handler(signal.SIGINT, press)
+        try:
+            yield
+        finally:
+            restore()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_voicechat.weights.hub_cache import DOWNLOAD_BYTES, PUBLISHED, Held
+from mlx_voicechat.weights.hub_cache import DOWNLOAD_BYTES, PUBLISHED, CachedModel
 
 OK, WARNING, STOP = "ok", "warning", "stop"
 PYTHONS = ((3, 10), (3, 14))  # from, and below: requires-python in pyproject.toml
@@ -63,7 +63,7 @@ class Facts:
     librosa_fault: str = ""
     temporary: str = ""
     temporary_fault: str = ""
-    held: Mapping[str, Held] = field(default_factory=dict)  # by name: 4bit, 8bit, bf16
+    held: Mapping[str, CachedModel] = field(default_factory=dict)  # by name: 4bit, 8bit, bf16
     # Memory by name, after one minute and after ten; empty if it cannot be told.
     needs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ def _memory(facts: Facts) -> Check:
 
 def _disk(facts: Facts) -> Check:
     text = f"{_gb(facts.free_bytes)} free at {facts.cache}"
-    if any(held.state == "complete" for held in facts.held.values()):
+    if any(model.state == "complete" for model in facts.held.values()):
         return Check("disk", OK, text)
     to_come = {name: size - _arrived(facts, name) for name, size in DOWNLOAD_BYTES.items()}
     name, least = min(to_come.items(), key=lambda item: item[1])
@@ -157,11 +157,11 @@ def _cache(facts: Facts) -> list[Check]:
         text = f"huggingface_hub cannot be imported: {facts.hub_fault}"
         return [Check("hub cache", WARNING, text, "Only folders can be named as a model: pip install huggingface_hub")]
     checks = []
-    for name, held in facts.held.items():
-        if held.state == "complete":
-            checks.append(Check(f"cache, {name}", OK, f"complete, {_gb(held.bytes)}"))
-        elif held.state == "partial":
-            text = f"partial, {_gb(held.bytes)} of {_gb(DOWNLOAD_BYTES[name])}"
+    for name, model in facts.held.items():
+        if model.state == "complete":
+            checks.append(Check(f"cache, {name}", OK, f"complete, {_gb(model.bytes)}"))
+        elif model.state == "partial":
+            text = f"partial, {_gb(model.bytes)} of {_gb(DOWNLOAD_BYTES[name])}"
             checks.append(Check(f"cache, {name}", WARNING, text, f"`mlx-voicechat download {name}` goes on with it."))
         else:
             checks.append(Check(f"cache, {name}", OK, f"absent, {_gb(DOWNLOAD_BYTES[name])} to fetch"))
@@ -259,7 +259,7 @@ def probe() -> Facts:
         librosa_fault=librosa_fault,
         temporary=temporary,
         temporary_fault=temporary_fault,
-        held={} if hub_fault else _held(),
+        held={} if hub_fault else _cached(),
         needs=_needs(),
     )
 
@@ -320,10 +320,10 @@ def _cache_folder(with_hub: bool) -> Path:
     return Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
 
 
-def _held() -> dict[str, Held]:
-    from mlx_voicechat.weights.hub_cache import held
+def _cached() -> dict[str, CachedModel]:
+    from mlx_voicechat.weights.hub_cache import look_up
 
-    return {name: held(repository) for name, repository in PUBLISHED.items()}
+    return {name: look_up(repository) for name, repository in PUBLISHED.items()}
 
 
 def _needs() -> dict[str, tuple[int, int]]:

@@ -12,7 +12,7 @@ from mlx_voicechat.errors import InputError
 from .render import Output, note
 
 if TYPE_CHECKING:
-    from mlx_voicechat.weights.hub_cache import Held
+    from mlx_voicechat.weights.hub_cache import CachedModel
 
 REVISION_DIGITS = 12  # of a commit, in the list
 
@@ -51,7 +51,7 @@ def _fetch(repository: str, revision: str | None) -> str:
     if not hub.is_repository_id(repository):
         known = ", ".join(hub_cache.PUBLISHED)
         raise InputError(f"{repository} is neither {known} nor a hub id such as ORG/NAME.")
-    here = hub_cache.held(repository, revision)
+    here = hub_cache.look_up(repository, revision)
     if here.state == "complete" and here.folder and hub_cache.layout(here.folder):
         note(f"{repository} is complete already: {hub.gigabytes(here.bytes)}, revision {here.revision}.")
         folder = here.folder
@@ -65,7 +65,7 @@ def _fetch(repository: str, revision: str | None) -> str:
     return str(folder)
 
 
-def table(rows: Sequence[Held]) -> str:
+def table(rows: Sequence[CachedModel]) -> str:
     """What the cache holds, a line each: repository, state, size, revision."""
     from mlx_voicechat.weights.hub import gigabytes
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_voicechat.errors import DeviceError
 
 from .buffers import Capture, Playback
-from .dialogue import Dialogue
+from .conversation import Conversation
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ BEHIND_SECONDS = 1.0  # a backlog that is spoken of, and again whenever it has d
 STALLED_SECONDS = 2.0  # without a sample played: what is left at the end is given up
 
 
-class Live(Dialogue):
+class LiveConversation(Conversation):
     """The microphone and the loudspeaker, once `opened`. Ctrl-C commits and lets the rest be played; again, it ends.
 
     `say` gets a line for the person; `here` tells whether the model runs in this process; `canceller` makes one for
@@ -86,7 +86,7 @@ class Live(Dialogue):
                 stream.close()  # at once: what is still to be played was waited for
 
     def fail_if_cut_short(self, kept: Path | None = None) -> None:
-        """As every dialogue, and raise DeviceError for a device that stopped."""
+        """As every conversation, and raise DeviceError for a device that stopped."""
         if self._stopped:
             raise DeviceError(self._stopped.message + self._ended(kept), self._stopped.remedy)
         if self._lost:

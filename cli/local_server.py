@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .conversation import INTERRUPTED
 from .endings import Ended, report
+from .offline import INTERRUPTED
 from .render import note
 from .serve import NOISY, SWITCH_SECONDS
 

@@ -31,7 +31,7 @@ WORD_END = re.compile(r"(?=\s)")
 class McpTool:
     """A tool as the model knows it, and the server and the name by which it is called."""
 
-    told: Tool
+    offered: Tool
     server: str
     name: str
 
@@ -50,10 +50,10 @@ def choose(
     """
     known = _named(listed, taken)
     if picked:
-        chosen = [tool for tool in known if tool.name in picked or tool.told.name in picked]
-        missing = [name for name in picked if all(name not in (tool.name, tool.told.name) for tool in known)]
+        chosen = [tool for tool in known if tool.name in picked or tool.offered.name in picked]
+        missing = [name for name in picked if all(name not in (tool.name, tool.offered.name) for tool in known)]
         if missing:
-            there = _some([tool.told.name for tool in known]) or "none"
+            there = _some([tool.offered.name for tool in known]) or "none"
             fault = f"--mcp-tools: no MCP server lists {', '.join(missing)}; there are {there}."
             if complete:
                 raise InputError(fault)
@@ -61,15 +61,15 @@ def choose(
     else:
         chosen = known[:MOST_OFFERED]
         if len(known) > len(chosen):
-            names = ", ".join(tool.told.name for tool in chosen)
+            names = ", ".join(tool.offered.name for tool in chosen)
             say(
                 f"{len(known)} MCP tools are listed and {len(chosen)} offered to the model: {names}. "
                 "Pick others with --mcp-tools."
             )
     chosen = [tool for tool in chosen if _small(tool, say)]
     for tool in chosen:
-        if tool.told.name != tool.name:
-            say(f"the tool {tool.name[:NAME_LENGTH]!r} of {tool.server} is called {tool.told.name} here.")
+        if tool.offered.name != tool.name:
+            say(f"the tool {tool.name[:NAME_LENGTH]!r} of {tool.server} is called {tool.offered.name} here.")
     return chosen
 
 
@@ -121,8 +121,8 @@ def _named(listed: Sequence[tuple[str, Any]], taken: Iterable[str]) -> list[McpT
     tools = []
     for server, tool in listed:
         description = cut(" ".join((tool.description or "").split()), lambda text: len(text) <= MAX_DESCRIPTION)
-        told = Tool(allowed_name(tool.name, used), description, _untitled(tool.input_schema))
-        tools.append(McpTool(told, server, tool.name))
+        offered = Tool(allowed_name(tool.name, used), description, _untitled(tool.input_schema))
+        tools.append(McpTool(offered, server, tool.name))
     return tools
 
 
@@ -140,9 +140,9 @@ def _untitled(schema: Any) -> Any:
 
 
 def _small(tool: McpTool, say: Callable[[str], object]) -> bool:
-    small = len(json.dumps(dict(tool.told.parameters))) <= MAX_SCHEMA
+    small = len(json.dumps(dict(tool.offered.parameters))) <= MAX_SCHEMA
     if not small:
-        named = f"the tool {tool.told.name} of {tool.server}"
+        named = f"the tool {tool.offered.name} of {tool.server}"
         say(f"{named} is not offered: its parameters take more than {MAX_SCHEMA} characters.")
     return small
 

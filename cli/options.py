@@ -23,24 +23,24 @@ MODEL_HELP = "A folder, a Hub repository, or tiny; the 11B model in 4 bits if ab
 
 def option_of(options: type, name: str, *flags: str, **other: Any) -> Any:
     """The option of a field of an options class, which has its range and help; `other` says more of it, or else."""
-    told = {**described(options, name), **other}
-    if told["choices"]:
-        told.setdefault("metavar", "|".join(str(choice) for choice in told["choices"] if choice is not None))
-    return Option(*flags, callback=_checking(told), **{key: told[key] for key in SHOWN if key in told})
+    field = {**described(options, name), **other}
+    if field["choices"]:
+        field.setdefault("metavar", "|".join(str(choice) for choice in field["choices"] if choice is not None))
+    return Option(*flags, callback=_checking(field), **{key: field[key] for key in SHOWN if key in field})
 
 
-def _checking(told: Mapping[str, Any]) -> Callable[[Any], Any]:
+def _checking(field: Mapping[str, Any]) -> Callable[[Any], Any]:
     """Check an option: one of its choices, in its range."""
-    choices = [choice for choice in told["choices"] if choice is not None]
+    choices = [choice for choice in field["choices"] if choice is not None]
 
     def check(value: Any) -> Any:
         if value is None:
             return None
         if choices and value not in choices:
             raise typer.BadParameter(f"{value} is none of {', '.join(choices)}.")
-        if "above" in told:
+        if "above" in field:
             return positive_seconds(value)
-        return not_negative(value) if "min" in told else value
+        return not_negative(value) if "min" in field else value
 
     return check
 

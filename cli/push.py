@@ -13,7 +13,7 @@ from mlx_voicechat.errors import DeviceError, ServerError
 
 from .client import MlxcelWire
 from .keyboard import presses
-from .live import Live
+from .live import LiveConversation
 from .wires import StrictTimeline
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ HOW = "press Enter to speak, and again when you have spoken."
 TYPED = "type a line to have it said; an empty one begins and ends what you speak yourself."
 
 
-class KeyedTurns(Live):
-    """As Live, with turns of the person's own: the microphone is heard between two presses of a key."""
+class KeyedTurns(LiveConversation):
+    """As LiveConversation, with turns of the person's own: the microphone is heard between two presses of a key."""
 
     def __init__(self, *devices: Any, **options: Any) -> None:
         super().__init__(*devices, **options)
@@ -56,8 +56,8 @@ class KeyedTurns(Live):
         self._say("you are heard; press again when you have finished.")
 
 
-class PushToTalk(Live):
-    """As Live, with the turns of strict-v3. `typed`: lines that are not empty are typed text."""
+class PushToTalk(LiveConversation):
+    """As LiveConversation, with the turns of strict-v3. `typed`: lines that are not empty are typed text."""
 
     def __init__(self, *devices: Any, typed: bool, **options: Any) -> None:
         super().__init__(*devices, **options)

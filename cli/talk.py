@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from mlx_voicechat.sound.echo import EchoCanceller
 
     from .client import Wire
-    from .dialogue import Dialogue
-    from .live import Live
+    from .conversation import Conversation
+    from .live import LiveConversation
 
     MakeCanceller = Callable[[int, int, int], EchoCanceller]
 
@@ -169,17 +169,17 @@ def talk(
     wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
     if url is not None:
         realtime_url(url)  # before a recording is decoded
-    call = Call(targets, system_prompt, seed, protocol, file is None, push_to_talk)
+    client = TalkClient(targets, system_prompt, seed, protocol, file is None, push_to_talk)
     with LocalServer() as here, contextlib.ExitStack() as files:
-        dialogue: Dialogue
+        conversation: Conversation
         if file is None:
             make = _canceller(echo_cancellation, noise_suppression, auto_gain)
             kind = _kind(protocol, typed, push_to_talk)
-            dialogue = _live(call, kind, input_device, output_device, duration, half_duplex, url is None, make)
+            conversation = _live(client, kind, input_device, output_device, duration, half_duplex, url is None, make)
         else:
-            dialogue = _recital(files, file, max_seconds, extra_decoding_seconds, fast)
+            conversation = _recorded(files, file, max_seconds, extra_decoding_seconds, fast)
         if url is None:
-            sources = files.enter_context(ToolSources(wanted, call.say))
+            sources = files.enter_context(ToolSources(wanted, client.say))
             held = LoadOptions(compiled, speech_weights, kv_cache)
             url, api_key = here.start(
                 lambda: sources.fit_to(open_model(model, held)),
@@ -189,7 +189,7 @@ def talk(
                 tools=sources.tools,
                 wait_for_tools=fast,
             )
-        call.hold(dialogue, url, api_key)
+        client.hold(conversation, url, api_key)
 
 
 def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
@@ -212,15 +212,17 @@ def _check_protocol(context: typer.Context, protocol: str, url: str | None, type
         raise InputError("--type works only with --protocol strict-v3, and without --file.")
 
 
-def _recital(files: contextlib.ExitStack, file: str, max_seconds: float, extra_seconds: float, fast: bool) -> Dialogue:
+def _recorded(
+    files: contextlib.ExitStack, file: str, max_seconds: float, extra_seconds: float, fast: bool
+) -> Conversation:
     from mlx_voicechat.sound.recordings import AudioReader
 
-    from .recital import Recital
+    from .recorded import RecordedConversation
 
     recording = files.enter_context(AudioReader(file, max_seconds=max_seconds))
     if recording.note:
         note(recording.note)
-    return Recital(recording, extra_seconds, fast)
+    return RecordedConversation(recording, extra_seconds, fast)
 
 
 def _canceller(wanted: bool, noise_suppression: bool, auto_gain: bool) -> MakeCanceller | None:
@@ -240,29 +242,29 @@ def _canceller(wanted: bool, noise_suppression: bool, auto_gain: bool) -> MakeCa
     return functools.partial(EchoCanceller, noise_suppression=noise_suppression, auto_gain=auto_gain)
 
 
-def _kind(protocol: str, typed: bool, push_to_talk: bool) -> Callable[..., Live]:
+def _kind(protocol: str, typed: bool, push_to_talk: bool) -> Callable[..., LiveConversation]:
     """What a person's conversation is held with: an open microphone, or turns of their own."""
-    from .live import Live
+    from .live import LiveConversation
     from .push import KEYS, KeyedTurns, PushToTalk
 
     if protocol == "strict-v3":
         return functools.partial(PushToTalk, typed=typed)
     if not push_to_talk:
-        return Live
+        return LiveConversation
     note(KEYS)
     return KeyedTurns
 
 
 def _live(
-    call: Call,
-    kind: Callable[..., Live],
+    client: TalkClient,
+    kind: Callable[..., LiveConversation],
     input_device: str | None,
     output_device: str | None,
     duration: float | None,
     half: bool,
     here: bool,
     canceller: MakeCanceller | None,
-) -> Dialogue:
+) -> Conversation:
     from .devices import Devices
 
     devices = Devices()
@@ -273,7 +275,7 @@ def _live(
         devices,
         microphone,
         loudspeaker,
-        call.say,
+        client.say,
         duration=duration,
         half_duplex=half,
         here=here,
@@ -281,7 +283,7 @@ def _live(
     )
 
 
-class Call:
+class TalkClient:
     """One conversation: how it is opened, and where its words and its speech go."""
 
     def __init__(
@@ -300,21 +302,21 @@ class Call:
             self._text.end_line()
         note(line)
 
-    def hold(self, dialogue: Dialogue, url: str, api_key: str) -> None:
+    def hold(self, conversation: Conversation, url: str, api_key: str) -> None:
         """Converse to the end, and say what went wrong. Raises VoiceChatError, and typer.Exit after Ctrl-C."""
         with contextlib.ExitStack() as files:
             files.callback(self._text.end_line)  # also before an error's line
-            asyncio.run(self._converse(dialogue, url, api_key, files))
-            if dialogue.seconds == 0:
-                dialogue.fail_if_cut_short()  # and leave existing files as they are
+            asyncio.run(self._converse(conversation, url, api_key, files))
+            if conversation.seconds == 0:
+                conversation.fail_if_cut_short()  # and leave existing files as they are
             self._text.close()  # before the files, which may fail
-        for fault in dialogue.faults():
+        for fault in conversation.faults():
             note(fault)
         if self._unwritten:
             raise self._unwritten
-        dialogue.fail_if_cut_short(self._targets.output_audio)
+        conversation.fail_if_cut_short(self._targets.output_audio)
 
-    async def _converse(self, dialogue: Dialogue, url: str, api_key: str, files: contextlib.ExitStack) -> None:
+    async def _converse(self, conversation: Conversation, url: str, api_key: str, files: contextlib.ExitStack) -> None:
         from .client import MlxcelWire
 
         async with self._connected(url, api_key) as wire:
@@ -333,10 +335,10 @@ class Call:
                     self.say(f"{outputs.fault.message} The conversation goes on without it.")
                 self._text.take(event)
                 # Else nobody reads on or listens, and nothing is to be written.
-                return bool(self._targets) or dialogue.audible or not self._output.closed
+                return bool(self._targets) or conversation.audible or not self._output.closed
 
-            with dialogue.opened(wire):
-                await dialogue.run(wire, take)
+            with conversation.opened(wire):
+                await conversation.run(wire, take)
 
     def _connected(self, url: str, api_key: str) -> contextlib.AbstractAsyncContextManager[Wire]:
         """The connection in the protocol that was asked for."""

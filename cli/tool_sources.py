@@ -125,8 +125,8 @@ class ToolSources:
     def _listed(self, servers: McpServers, taken: list[str]) -> list[Tool]:
         picked, complete = list(self._options.mcp_tools), servers.all_usable
         chosen = choose(servers.listed(), picked, taken, complete, self._say)
-        self._calls |= {tool.told.name: partial(self._ask, servers, tool) for tool in chosen}
-        return [tool.told for tool in chosen]
+        self._calls |= {tool.offered.name: partial(self._ask, servers, tool) for tool in chosen}
+        return [tool.offered for tool in chosen]
 
     def _ask(self, servers: McpServers, tool: McpTool, arguments: Mapping[str, Any], call_id: str) -> str:
         return result_text(servers.call(tool.server, tool.name, dict(arguments)), self._fits)

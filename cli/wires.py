@@ -25,7 +25,7 @@ from mlx_voicechat.events import AudioFrame, Cancelled, Done, TextDelta, Transcr
 from mlx_voicechat.sound.pcm import pcm16
 from mlx_voicechat.sound.resampler import Resampler
 
-from .client import CONNECT_SECONDS, SILENT_SECONDS, Interrupted, Refused
+from .client import CONNECT_SECONDS, SILENT_SECONDS, Interrupted, Refusal
 
 if TYPE_CHECKING:
     from mlx_voicechat import Event
@@ -37,7 +37,7 @@ FULL_SCALE = 32768
 
 
 class Timeline:
-    """The conversation as its dialogue sees it: a `client.Wire`.
+    """The server as a conversation sees it: a `client.Wire`.
 
     A dialect gives `open`, `_say`, `_interrupt`, `_end`, and puts what it hears into `_text`, `_transcript`, `_speak`.
     """
@@ -201,7 +201,7 @@ class Timeline:
             self._drop()
         elif kind == "error":
             error = raw["error"] if isinstance(raw.get("error"), dict) else {}
-            self._out.put_nowait(Refused(str(error.get("code")), str(error.get("message"))))
+            self._out.put_nowait(Refusal(str(error.get("code")), str(error.get("message"))))
 
 
 class DuplexTimeline(Timeline):
@@ -361,7 +361,7 @@ class StrictTimeline(Timeline):
             elif kind == "response.done":
                 self._ended(event.get("status") == "cancelled")
             elif kind == "error":
-                self._out.put_nowait(Refused(str(event["error"]["code"]), str(event["error"]["message"])))
+                self._out.put_nowait(Refusal(str(event["error"]["code"]), str(event["error"]["message"])))
 
     async def _say(self, samples: npt.NDArray[np.float32]) -> None:
         assert self._client is not None

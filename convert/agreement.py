@@ -87,7 +87,7 @@ def reference(source: Source, wide: bool) -> VoiceChat:
     assembled = layout.assemble(arrays, torch_layout=False)
     del arrays
     float32_llm = wide and precision.llm_is_float32(stored)
-    settled = {path: layout.settle(path, array, float32_llm) for path, array in assembled.items()}
+    settled = {path: layout.cast(path, array, float32_llm) for path, array in assembled.items()}
     del assembled
     config = replace(source.config, quantization={})
     with tempfile.TemporaryDirectory() as folder:  # a text table that is made here is no other program's

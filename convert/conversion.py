@@ -24,7 +24,7 @@ from mlx_voicechat.weights.hub import BASE_PATTERNS, gigabytes
 
 from . import card, writer
 from .plans import Plan, Quantised, Setting
-from .source import BLOCK_BYTES, Block, Say, Source, Tensor, stored_bytes
+from .source import BLOCK_BYTES, Rows, Say, Source, Tensor, stored_bytes
 from .writer import Entry
 
 LAYOUT_NAMES = {"nvidia": "NVIDIA's original", "mlx-community": "mlx-community layout", "ours": "mlx-voicechat format"}
@@ -35,7 +35,7 @@ TOKENIZER_FILES = [name for name in BASE_PATTERNS if name != "config.json"]
 Progress = Callable[[int, int], Any]  # bytes written, of how many
 
 
-class Output(NamedTuple):
+class OutputTensor(NamedTuple):
     """A tensor, how it is stored, and the entries that it becomes."""
 
     tensor: Tensor
@@ -54,7 +54,7 @@ class Job:
 
     source: Source
     plan: Plan
-    outputs: list[Output]
+    outputs: list[OutputTensor]
     shards: list[list[Entry]]
 
     @property
@@ -106,7 +106,7 @@ def prepare(source: Source, plan: Plan) -> Job:
     return Job(source, plan, outputs, writer.shards([output.entries for output in outputs]))
 
 
-def _output(tensor: Tensor, setting: Setting) -> Output:
+def _output(tensor: Tensor, setting: Setting) -> OutputTensor:
     module = tensor.name.removesuffix(".weight")
     if tensor.quantised is not None and setting in ("keep", tensor.quantised):
         entries = [Entry(f"{module}.{part}", stored.dtype, stored.shape) for part, stored in tensor.parts.items()]
@@ -119,7 +119,7 @@ def _output(tensor: Tensor, setting: Setting) -> Output:
         ]
     else:
         entries = [Entry(tensor.name, float_type(tensor, setting), tensor.shape)]
-    return Output(tensor, setting, tuple(entries))
+    return OutputTensor(tensor, setting, tuple(entries))
 
 
 def float_type(tensor: Tensor, setting: Setting) -> str:
@@ -199,7 +199,7 @@ def _write_shards(job: Job, folder: Path, progress: Progress) -> None:
     writer.write_index(folder, job.shards)
 
 
-def encoded(source: Source, output: Output) -> Iterator[tuple[Entry, Block]]:
+def encoded(source: Source, output: OutputTensor) -> Iterator[tuple[Entry, Rows]]:
     """Blocks of rows of each entry, in the type it is stored in."""
     name, setting = output.tensor.name, output.setting
     if output.copied:
@@ -210,15 +210,15 @@ def encoded(source: Source, output: Output) -> Iterator[tuple[Entry, Block]]:
         for block in _sound(source, name):
             packed = mx.quantize(block.array.astype(mx.bfloat16), **setting.arguments())
             for entry, array in zip(output.entries, packed, strict=True):
-                yield entry, Block(block.row, array)
+                yield entry, Rows(block.row, array)
     else:
         (entry,) = output.entries
         dtype = MLX_TYPES.get(entry.dtype)
         for block in _sound(source, name):
-            yield entry, block if dtype is None else Block(block.row, block.array.astype(dtype))
+            yield entry, block if dtype is None else Rows(block.row, block.array.astype(dtype))
 
 
-def _sound(source: Source, name: str) -> Iterator[Block]:
+def _sound(source: Source, name: str) -> Iterator[Rows]:
     """A tensor's blocks; raises CheckpointError at NaN or infinity, which no plan could keep apart from damage."""
     for block in source.blocks(name):
         if mx.issubdtype(block.array.dtype, mx.floating) and not mx.isfinite(block.array).all().item():

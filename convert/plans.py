@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.weights import layout
-from mlx_voicechat.weights.layout import partners
+from mlx_voicechat.weights.layout import fused_with
 from mlx_voicechat.weights.quantization import FIXED
 from mlx_voicechat.weights.shards import some_of
 
@@ -183,7 +183,7 @@ def _narrows(name: str, facts: Facts, setting: Setting, file: bool) -> bool:
 
 def _check_parts(chosen: Mapping[str, Setting]) -> None:
     for name, setting in chosen.items():
-        parts = [part for part in partners(name) if part in chosen]
+        parts = [part for part in fused_with(name) if part in chosen]
         if any(chosen[part] != setting for part in parts if isinstance(setting, Quantised)):
             listed = ", ".join(f"{part} {chosen[part]}" for part in parts)
             raise InputError(f"Parts that run as one layer must be stored alike: {listed}.", "Give them one rule.")

@@ -71,7 +71,7 @@ class Tensor:
         return Facts(self.shape, self.dtype in INTEGER_TYPES)
 
 
-class Block(NamedTuple):
+class Rows(NamedTuple):
     """Rows from `row` on, in MLX's axis order."""
 
     row: int
@@ -103,7 +103,7 @@ class Source:
             stream.close()
         self._open.clear()
 
-    def blocks(self, name: str, rows: int | None = None) -> Iterator[Block]:
+    def blocks(self, name: str, rows: int | None = None) -> Iterator[Rows]:
         """The values of a tensor in its own type, dequantised where need be, `rows` or about BLOCK_BYTES at a time."""
         tensor = self.tensors[name]
         if tensor.quantised is None:
@@ -112,9 +112,9 @@ class Source:
         settings = tensor.quantised.arguments()
         for row, count in _runs(tensor.shape[0], rows or BLOCK_BYTES // (4 * tensor.shape[1])):
             weight, scales, *biases = (self._rows(entry, row, count) for entry in tensor.parts.values())
-            yield Block(row, mx.dequantize(weight, scales, biases[0] if biases else None, **settings))
+            yield Rows(row, mx.dequantize(weight, scales, biases[0] if biases else None, **settings))
 
-    def stored(self, name: str, part: str, rows: int | None = None) -> Iterator[Block]:
+    def stored(self, name: str, part: str, rows: int | None = None) -> Iterator[Rows]:
         """One stored part of a tensor as it stands, re-laid only."""
         tensor = self.tensors[name]
         entry = tensor.parts[part]
@@ -123,7 +123,7 @@ class Source:
         width = stored_bytes(entry) // max(1, count)
         at_once = count if self.read_whole(tensor) else rows or BLOCK_BYTES // max(1, width)
         for row, some in _runs(count, at_once):
-            yield Block(row, self._rows(entry, row, some, name if torch else None))
+            yield Rows(row, self._rows(entry, row, some, name if torch else None))
 
     def read_whole(self, tensor: Tensor) -> bool:
         """Whether a tensor cannot be re-laid by rows."""

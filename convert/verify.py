@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_voicechat.errors import VoiceChatError
 from mlx_voicechat.weights.shards import some_of
 
-from .conversion import Job, Output, Progress, as_bytes
+from .conversion import Job, OutputTensor, Progress, as_bytes
 from .plans import Quantised
 from .source import BLOCK_BYTES, Source, open_source, stored_bytes
 
@@ -47,7 +47,7 @@ def verify_tensors(job: Job, target: Path, progress: Progress = lambda done, tot
     return f"tensors: {exact} exact, {rounded} within rounding, {quantised} within the quantiser's bound"
 
 
-def _same(source: Source, result: Source, output: Output) -> bool:
+def _same(source: Source, result: Source, output: OutputTensor) -> bool:
     name, written = output.tensor.name, result.tensors[output.tensor.name]
     if written.quantised is not None and output.copied:
         parts = output.tensor.parts
@@ -67,7 +67,7 @@ def _same(source: Source, result: Source, output: Output) -> bool:
     return True
 
 
-def _rows(source: Source, output: Output) -> int:
+def _rows(source: Source, output: OutputTensor) -> int:
     shape = output.tensor.shape
     if not shape or source.read_whole(output.tensor):
         return max(1, shape[0] if shape else 1)

@@ -33,7 +33,7 @@ from .networks.rnnt import FirstChoice, GreedyDecoder
 from .networks.tree import Networks
 from .text import Tokenizer, call_tokens, character_table
 from .weights import checkpoint, layout, text_table
-from .weights.precision import Plan
+from .weights.precision import Requantisation
 
 if TYPE_CHECKING:
     from .gauges.profile import Profile
@@ -54,7 +54,7 @@ class Model:
         tokenizer: Tokenizer,
         parameters: checkpoint.Parameters,
         say: Callable[[str], None] = checkpoint.print_notice,
-        requantise: Plan = MappingProxyType({}),
+        requantise: Requantisation = MappingProxyType({}),
     ) -> None:
         self.name = name
         self.config = config
@@ -80,7 +80,7 @@ class Model:
         self.language.prepare()
         self.tts.prepare(silence, config.pad_id, config.eos_id)
         characters = character_table(self.tokenizer)
-        self.tts.use_text_rows(text_table.kept(self.tts, config.tts.characters, characters, folder, say))
+        self.tts.use_text_rows(text_table.cached_rows(self.tts, config.tts.characters, characters, folder, say))
         self.codec.prepare()
         self._silence = silence[None]
         self._hear, self._decode = self.perception.step, self.codec.step

@@ -83,7 +83,7 @@ class Session:
             Ids(config.bos_id, config.eos_id, config.pad_id),
             application=options.turns == "application",
             tools=self._channel.tools,
-            told=options.turn_events,
+            emitted=options.turn_events,
             longest_frames=None if options.longest_turn is None else round(options.longest_turn / config.frame_seconds),
         )
         prompt = config.default_system_prompt if options.system_prompt is None else options.system_prompt

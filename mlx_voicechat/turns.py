@@ -98,15 +98,15 @@ class Watch:
 class Turns:
     """The turns of one session; `application` says who owns them, `tools` whether the agent may open with a call.
 
-    `told`: whether TurnOpened and TurnClosed are events; without it a model's own turns are only followed.
+    `emitted`: whether TurnOpened and TurnClosed are events; without it a model's own turns are only followed.
     """
 
     def __init__(
-        self, ids: Ids, application: bool, tools: bool, told: bool = False, longest_frames: int | None = None
+        self, ids: Ids, application: bool, tools: bool, emitted: bool = False, longest_frames: int | None = None
     ) -> None:
         self.phase = Phase.USER
         self.application = application
-        self.told = told or application
+        self.emitted = emitted or application
         self.openings = 0  # of the agent's turn
         self._ids, self._tools, self._longest = ids, tools, longest_frames
         self._begun = False
@@ -124,7 +124,7 @@ class Turns:
 
     def begin(self, in_cycle: bool) -> bool:
         """The user's turn begins; whether it is a new one, whose transcript starts anew."""
-        self.told = True
+        self.emitted = True
         new = self.phase in (Phase.AGENT, Phase.CLOSING) or in_cycle or not self._begun
         if self.phase == Phase.AGENT or in_cycle:
             self._enter(Phase.CLOSING)
@@ -137,14 +137,14 @@ class Turns:
 
     def end(self, patience_frames: int = 0) -> None:
         """The user's turn ends: settle, then open the agent's. InputError when it is no turn of the user."""
-        self.told = True
+        self.emitted = True
         self._require_user("end_turn")
         self._enter(Phase.SETTLING)
         self._settling, self._patience = 0, patience_frames
 
     def open(self) -> None:
         """Open the agent's turn on the next frame, settled or not. InputError while it is open."""
-        self.told = True
+        self.emitted = True
         self._require_user("open_turn")
         self._enter(Phase.OPENING)
 
@@ -252,12 +252,12 @@ class Turns:
         self._tail = self._owed = self._reason = None
         self._silent = self._open_frames = 0
         self._watch = Watch()
-        return [TurnOpened(frame_index, transcript)] if self.told else []
+        return [TurnOpened(frame_index, transcript)] if self.emitted else []
 
     def _closed(self, frame_index: int, reason: CloseReason) -> list[Event]:
         self._enter(Phase.USER)
         self._tail = self._owed = self._reason = None
-        return [TurnClosed(frame_index, reason)] if self.told else []
+        return [TurnClosed(frame_index, reason)] if self.emitted else []
 
     def _agent(self, passed: Passed, dbfs: float) -> list[Event]:
         """A frame of the agent's turn, its tail and its cycles included."""

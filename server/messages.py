@@ -206,7 +206,7 @@ class Speech:
 
 
 @dataclass(frozen=True)
-class Refused:
+class AppendRefused:
     """An append that was not heard to its end."""
 
     message: str
@@ -260,7 +260,7 @@ EngineEvent: TypeAlias = (
     | OpeningFailed
     | Unopened
     | Speech
-    | Refused
+    | AppendRefused
     | Broken
     | Interrupted
     | Answering

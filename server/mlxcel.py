@@ -23,7 +23,7 @@ from . import messages
 from .connection import NORMAL, Connection, Error, Patience, sessions_in_use
 from .json_messages import Malformed, client_event_id, decoded, is_integer, named, parsed
 from .limits import PROMPT_CHARACTERS, SLOW_SECONDS
-from .mlxcel_extensions import EXTENSIONS, WRITTEN, Timeline, TurnBegun, TurnEnds, told, turns_asked
+from .mlxcel_extensions import EXTENSIONS, WRITTEN, Timeline, TurnBegun, TurnEnds, extension_events, turns_asked
 from .mlxcel_offer import check_audio, check_offer
 from .settings import ServerSettings
 
@@ -280,7 +280,7 @@ class Mlxcel(Connection):
             event = Error("session_initialization_failed", event.message, self._update_id)
         elif isinstance(event, messages.Unopened):
             event = Error("invalid_request", "Send session.update before audio: it failed.", event.event_id)
-        elif isinstance(event, messages.Refused | messages.Broken):
+        elif isinstance(event, messages.AppendRefused | messages.Broken):
             if isinstance(event, messages.Broken):
                 self._state, self.slot = BROKEN, None
             event = Error("inference_error", event.message, event.event_id)
@@ -307,7 +307,7 @@ class Mlxcel(Connection):
             return
         events = [event]
         if isinstance(event, EXTENSIONS):
-            events = told(event) if self._extensions else []
+            events = extension_events(event) if self._extensions else []
         for each in events:
             self.send(self._timeline.numbered(each))
 

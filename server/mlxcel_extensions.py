@@ -83,7 +83,7 @@ class Timeline:
         return dataclasses.replace(event, frame_index=max(0, event.frame_index - self.left_out))
 
 
-def told(event: Any) -> list[Any]:
+def extension_events(event: Any) -> list[Any]:
     """What a client is told of an event of tools: of results each."""
     if not isinstance(event, FunctionApplied):
         return [event] if isinstance(event, OF_TOOLS) else []

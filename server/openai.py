@@ -335,7 +335,7 @@ class OpenAISession:
         self._slot = None
         self.fail("internal_error", event.message)
 
-    def _refused(self, event: messages.Refused) -> None:
+    def _refused(self, event: messages.AppendRefused) -> None:
         if self.response is not None:
             self.response.end("incomplete", "session_limit_reached")
         self.fail("session_limit_reached", event.message, NORMAL)
@@ -418,7 +418,7 @@ DELIVERED: dict[type, Callable[[OpenAISession, Any], None] | None] = {
     messages.Opened: OpenAISession._opened,
     messages.OpeningFailed: OpenAISession._opening_failed,
     messages.Broken: OpenAISession._broken,
-    messages.Refused: OpenAISession._refused,
+    messages.AppendRefused: OpenAISession._refused,
     messages.ResultRefused: OpenAISession._result_refused,
     messages.Answering: OpenAISession._answering,
     messages.Speech: OpenAISession._speech,

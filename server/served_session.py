@@ -16,7 +16,7 @@ from mlx_voicechat.events import AudioFrame, Cancelled, Event, LimitReached, Tur
 
 from . import messages
 from .limits import LAGGING_PERIOD, LAGGING_SECONDS, OUTGOING_SECONDS
-from .messages import Append, EngineEvent, Refused, Relay, Request, Speech, Unopened
+from .messages import Append, AppendRefused, EngineEvent, Relay, Request, Speech, Unopened
 from .opening import opening
 from .pace import Pacer
 
@@ -273,7 +273,7 @@ class ServedSession:
         except LimitError as limit:
             if heard is not None:
                 self._heard(heard[0], len(heard[0].samples))
-            self._tell([Refused(str(limit), event_id)])
+            self._tell([AppendRefused(str(limit), event_id)])
             return None
         seconds = time.perf_counter() - started
         limited = events[-1] if events and isinstance(events[-1], LimitReached) else None
@@ -295,7 +295,7 @@ class ServedSession:
             self._pacer.ran(self._now(), audio, self._session.turn == "agent")
         if events and isinstance(events[-1], LimitReached):
             message = f"The session's limit of {events[-1].seconds:g} s is reached. Commit, and open a new one."
-            self._tell([*self._told(events[:-1], seconds), Refused(message, event_id)])
+            self._tell([*self._told(events[:-1], seconds), AppendRefused(message, event_id)])
         else:
             self._tell(self._told(events, seconds, unheard=not audio))
         return seconds if spoke else None

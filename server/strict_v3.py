@@ -91,7 +91,7 @@ class StrictV3Connection(Connection):
             messages.Opened: lambda _: Opened(),
             messages.OpeningFailed: lambda failed: OpeningFailed(failed.message),
             messages.ResultRefused: lambda refused: ResultRefused(refused.call_id, refused.message),
-            messages.Refused: lambda refused: Limited(refused.message),
+            messages.AppendRefused: lambda refused: Limited(refused.message),
             messages.Broken: lambda broken: Broken(broken.message),
             messages.Speech: self._spoken,
             **{kind: lambda event: event for kind in StrictV3.SESSION_EVENTS},

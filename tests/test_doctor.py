@@ -18,7 +18,7 @@ from mlx_voicechat.cli import diagnosis, published
 from mlx_voicechat.cli.diagnosis import OK, STOP, WARNING, Check, Facts, diagnose
 from mlx_voicechat.cli.main import run
 from mlx_voicechat.gauges import memory
-from mlx_voicechat.weights.hub_cache import DOWNLOAD_BYTES, PUBLISHED, Held
+from mlx_voicechat.weights.hub_cache import DOWNLOAD_BYTES, PUBLISHED, CachedModel
 
 GB = 10**9
 NEEDS = {"4bit": (10 * GB, 13 * GB), "8bit": (15 * GB, 18 * GB), "bf16": (23 * GB, 26 * GB)}
@@ -42,11 +42,11 @@ MAC = Facts(
     microphone="0.5.1",
     microphone_fault="",
     compiler="/usr/bin/g++",
-    held={name: Held(repository, "absent") for name, repository in PUBLISHED.items()},
+    held={name: CachedModel(repository, "absent") for name, repository in PUBLISHED.items()},
     needs=NEEDS,
 )
-COMPLETE = {**MAC.held, "8bit": Held(PUBLISHED["8bit"], "complete", 14 * GB, "a" * 40)}
-PARTIAL = {**MAC.held, "4bit": Held(PUBLISHED["4bit"], "partial", 9 * GB, "a" * 40)}
+COMPLETE = {**MAC.held, "8bit": CachedModel(PUBLISHED["8bit"], "complete", 14 * GB, "a" * 40)}
+PARTIAL = {**MAC.held, "4bit": CachedModel(PUBLISHED["4bit"], "partial", 9 * GB, "a" * 40)}
 
 
 def find(facts: Facts, name: str) -> Check:

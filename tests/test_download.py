@@ -14,7 +14,7 @@ from support.hub_server import COMMIT, Hub, serve
 
 from mlx_voicechat.cli.download import table
 from mlx_voicechat.cli.main import run
-from mlx_voicechat.weights.hub_cache import PUBLISHED, Held
+from mlx_voicechat.weights.hub_cache import PUBLISHED, CachedModel
 from tests.support.checkpoints import GOLDEN
 
 
@@ -112,7 +112,7 @@ def test_bad_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_table() -> None:
-    rows = [Held("a/long-name", "partial", 5 * 10**9, "c" * 40), Held("a/b", "absent")]
+    rows = [CachedModel("a/long-name", "partial", 5 * 10**9, "c" * 40), CachedModel("a/b", "absent")]
     assert table(rows).splitlines() == [
         "a/long-name  partial     5.0 GB  cccccccccccc",
         "a/b          absent           -  -",

@@ -263,7 +263,7 @@ def test_the_limit_is_told_once_an_append() -> None:
             return call.events
 
     events = asyncio.run(scenario())
-    assert [event.event_id for event in events if isinstance(event, messages.Refused)] == ["first", "second"]
+    assert [event.event_id for event in events if isinstance(event, messages.AppendRefused)] == ["first", "second"]
     assert events[-1] == Done(2)
 
 

@@ -248,7 +248,7 @@ def test_what_the_cache_holds(server: Hub, tmp_path: Path, monkeypatch: pytest.M
 
     shard = folder / "model-00002-of-00002.safetensors"
     shard.resolve().write_bytes(shard.read_bytes()[:-1])
-    cut = hub_cache.held("org/small")
+    cut = hub_cache.look_up("org/small")
     assert (cut.state, cut.bytes) == ("partial", size - 1)
     assert "is cut off" in cut.fault
     assert hub_cache.known_hash(shard) == shard.resolve().name

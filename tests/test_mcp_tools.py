@@ -34,7 +34,7 @@ def always(_: str) -> bool:
 def test_a_few_tools_are_all_offered_in_silence() -> None:
     said: list[str] = []
     chosen = choose(listed("get_time", "get-weather"), [], [], True, said.append)
-    assert [each.told.name for each in chosen] == ["get_time", "get-weather"]
+    assert [each.offered.name for each in chosen] == ["get_time", "get-weather"]
     assert said == []
 
 
@@ -52,7 +52,7 @@ def test_picked_by_either_name() -> None:
     said: list[str] = []
     tools = listed("a.b/c", *(f"tool_{n}" for n in range(60)))
     chosen = choose(tools, ["a.b/c", "tool_7", "tool_59"], [], True, said.append)
-    assert [(each.told.name, each.name) for each in chosen] == [
+    assert [(each.offered.name, each.name) for each in chosen] == [
         ("a_b_c", "a.b/c"),
         ("tool_7", "tool_7"),
         ("tool_59", "tool_59"),
@@ -74,11 +74,11 @@ def test_names_that_collide_stay_apart() -> None:
     said: list[str] = []
     tools = [*listed("a.b/c", "a_b_c", "a-b-c", server="one"), *listed("a_b_c", "9 lives", server="two")]
     chosen = choose(tools, [], ["get_time"], True, said.append)
-    assert [each.told.name for each in chosen] == ["a_b_c", "a_b_c_2", "a-b-c_3", "a_b_c_4", "_9_lives"]
+    assert [each.offered.name for each in chosen] == ["a_b_c", "a_b_c_2", "a-b-c_3", "a_b_c_4", "_9_lives"]
     assert [each.name for each in chosen] == ["a.b/c", "a_b_c", "a-b-c", "a_b_c", "9 lives"]
     assert said[1] == "the tool 'a_b_c' of one is called a_b_c_2 here."
     assert len(said) == 5
-    assert choose(listed("get-time"), [], ["get_time"], True, said.append)[0].told.name == "get-time_2"
+    assert choose(listed("get-time"), [], ["get_time"], True, said.append)[0].offered.name == "get-time_2"
 
 
 @given(st.lists(st.text(max_size=140), max_size=12))
@@ -98,9 +98,9 @@ def test_what_the_model_is_told_is_short() -> None:
     titled = tool("titled", properties={"title": {"type": "string", "title": "Title"}})
     chosen = choose([("s", long), ("s", huge), ("s", titled)], [], [], True, said.append)
     assert [each.name for each in chosen] == ["long", "titled"]
-    assert chosen[0].told.description == ("It does a lot. " * 33).strip()
-    assert chosen[0].told.parameters == {"type": "object", "properties": {"city": {"type": "string"}}}
-    assert chosen[1].told.parameters["properties"] == {"title": {"type": "string"}}
+    assert chosen[0].offered.description == ("It does a lot. " * 33).strip()
+    assert chosen[0].offered.parameters == {"type": "object", "properties": {"city": {"type": "string"}}}
+    assert chosen[1].offered.parameters["properties"] == {"title": {"type": "string"}}
     assert said == ["the tool huge of s is not offered: its parameters take more than 4000 characters."]
 
 

@@ -131,7 +131,7 @@ def test_room_of_a_cache(window: int | None, phase: int) -> None:
     ],
 )
 def test_bytes_held(name: str, tensor: Stored, size: int) -> None:
-    assert memory.held(name, tensor) == size
+    assert memory.resident(name, tensor) == size
 
 
 def released(bits: int | None) -> tuple[memory.ModelConfig, dict[str, Stored]]:

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from mlx_voicechat.errors import InputError
-from mlx_voicechat.options import LoadOptions, SessionOptions, default_of, help_of
+from mlx_voicechat.options import LoadOptions, SessionOptions, described
+from mlx_voicechat.server.settings import ServerSettings
 
 
 @pytest.mark.parametrize("options", [LoadOptions, SessionOptions])
 def test_every_option_has_a_help_text_and_a_default(options: type) -> None:
     made = options()
     for each in fields(options):
-        assert len(help_of(options, each.name)) > 10
-        assert getattr(made, each.name) == default_of(options, each.name)
+        assert len(described(options, each.name)["help"]) > 10
+        assert getattr(made, each.name) == each.default
+
+
+@pytest.mark.parametrize("command", ["bench", "generate", "info", "serve", "talk"])
+def test_commands_take_their_defaults_from_the_options(command: str) -> None:
+    """Of what `bench` differs in by design, compiling, its own default is its help's."""
+    function = getattr(importlib.import_module(f"mlx_voicechat.cli.{command}"), command)
+    classes = (LoadOptions, SessionOptions, *([ServerSettings] if command == "serve" else []))
+    known = {each.name: each.default for options in classes for each in fields(options)}
+    taken = {name: value for name, value in inspect.signature(function).parameters.items() if name in known}
+    for own in ("model", "max_seconds", "profile", "tools"):  # the last: of a recording, a switch, a file of tools
+        taken.pop(own, None)
+    assert "speech_weights" in taken
+    for name, parameter in taken.items():
+        assert (parameter.default or None) == (known[name] or None), name
 
 
 @pytest.mark.parametrize(

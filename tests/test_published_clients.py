@@ -153,12 +153,11 @@ def test_openai_server_vad(openai: OpenAI) -> None:
     assert openai.names("input_audio_buffer.") == buffer
     ids = {event.item_id for event in openai.events if event.type in buffer}
     assert ids == {heard[0].item_id}
-    assert openai.names("response.") == [
+    answer = [name for name in openai.names("response.") if not name.endswith(".delta")]
+    assert answer == [
         "response.created",
         "response.output_item.added",
         "response.content_part.added",
-        "response.output_audio_transcript.delta",
-        "response.output_audio.delta",
         "response.output_audio.done",
         "response.output_audio_transcript.done",
         "response.content_part.done",
@@ -355,7 +354,7 @@ def test_the_example_for_node(server: ServerProcess, tmp_path: Path) -> None:
 @pytest.fixture
 def bridge(server: ServerProcess) -> Iterator[str]:
     """The telephone bridge's address."""
-    command = [sys.executable, EXAMPLES / "twilio_bridge.py", server.ws_url, "0"]
+    command = [sys.executable, str(EXAMPLES / "twilio_bridge.py"), server.ws_url, "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]

@@ -23,7 +23,7 @@ from mlx_voicechat.gauges import memory
 from mlx_voicechat.networks.tree import Networks
 from mlx_voicechat.weights import checkpoint, layout
 from mlx_voicechat.weights.config_file import parse_config, read_config
-from mlx_voicechat.weights.precision import Plan, fits, held_bytes, plan
+from mlx_voicechat.weights.precision import Requantisation, fits, plan, resident_bytes
 from mlx_voicechat.weights.shards import Stored, verify
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -31,7 +31,7 @@ BLOCK = "tts_model.tts_model.backbone.layers.0."
 ENCODER = "stt_model.perception.encoder."
 
 
-def networks(folder: Path, requantise: Plan) -> dict[str, nn.Module]:
+def networks(folder: Path, requantise: Requantisation) -> dict[str, nn.Module]:
     """All modules of a loaded checkpoint by path."""
     config = read_config(folder)
     tree = Networks(config)
@@ -173,13 +173,13 @@ def test_announced_bytes_are_those_held(name: str, choice: str) -> None:
     for path, module in networks(folder, chosen).items():
         if isinstance(module, nn.QuantizedLinear) and names(path)[0] in chosen:
             own = sum(module[part].nbytes for part in ("weight", "scales", "biases"))
-            assert own == sum(held_bytes(headers[part], chosen[part]) for part in names(path))
+            assert own == sum(resident_bytes(headers[part], chosen[part]) for part in names(path))
     tree = Networks(config := read_config(folder))
     checkpoint.build(tree, parameters := checkpoint.open_folder(folder).parameters(), config, chosen)
     flat: Any = tree_flatten(tree.parameters())
     voices = sum(parameters[layout.VOICE_PREFIX + v].nbytes for v in layout.voices(parameters))
     total = sum(array.nbytes for _, array in flat) + voices
-    assert sum(memory.held(path, headers[path], chosen) for path in headers) == total
+    assert sum(memory.resident(path, headers[path], chosen) for path in headers) == total
 
 
 @pytest.fixture

@@ -195,7 +195,7 @@ class Sequences(RuleBasedStateMachine):
         Trace(made.events, made.closed).check()
 
 
-def search(examples: int, steps: int) -> None:
+def search(examples: int, steps: int, number: int = 15) -> None:
     limits = settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -203,7 +203,7 @@ def search(examples: int, steps: int) -> None:
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(seed(15)(Sequences), settings=limits)
+    run_state_machine_as_test(seed(number)(Sequences), settings=limits)
 
 
 def test_random_sequences() -> None:
@@ -211,5 +211,7 @@ def test_random_sequences() -> None:
 
 
 @pytest.mark.slow
-def test_five_thousand_random_sequences() -> None:
-    search(5000, 40)
+@pytest.mark.parametrize("number", range(20))
+def test_five_thousand_random_sequences(number: int) -> None:
+    """In parts: a search keeps what it has seen."""
+    search(250, 40, number)

@@ -48,7 +48,7 @@ def never(*text: str) -> Any:
 def get(folder: Path, build: Callable[[], mx.array] = table, fingerprint: str = FINGERPRINT) -> tuple[mx.array, str]:
     """The table and what was said."""
     said: list[str] = []
-    return text_table.cached(build, fingerprint, SHAPE, folder, said.append), "\n".join(said)
+    return text_table.cached_rows(build, fingerprint, SHAPE, folder, said.append), "\n".join(said)
 
 
 def test_a_disk_that_cannot_flush(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_it_is_built_once(folder: Path, user_cache: Path) -> None:
 
 def test_a_small_vocabulary_leaves_no_file(folder: Path) -> None:
     tts, characters = golden_tts(), golden_characters()
-    rows = text_table.kept(tts, golden_config().tts.characters, characters, folder, never)
+    rows = text_table.cached_rows(tts, golden_config().tts.characters, characters, folder, never)
     assert same_bits(rows, tts.text_rows(characters))
     mlx_voicechat.load("tiny", say=never)
     assert files(folder) == []
@@ -114,7 +114,7 @@ def test_reading_it_takes_its_own_memory_only(folder: Path) -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    read = text_table.cached(never, FINGERPRINT, shape, folder, never)
+    read = text_table.cached_rows(never, FINGERPRINT, shape, folder, never)
     assert mx.get_peak_memory() - before < 1.1 * read.nbytes
 
 
@@ -180,9 +180,9 @@ def test_a_model_with_other_weights_has_another_table(folder: Path, monkeypatch:
     config, characters = golden_config().tts.characters, golden_characters()
     one, other = random_tts(seed=0), random_tts(seed=1)
     for tts in (one, other):
-        text_table.kept(tts, config, characters, folder, lambda text: None)
+        text_table.cached_rows(tts, config, characters, folder, lambda text: None)
     other.gated_fusion_audio_text.audio_proj.weight = other.gated_fusion_audio_text.audio_proj.weight + 1
-    text_table.kept(other, config, characters, folder, never)
+    text_table.cached_rows(other, config, characters, folder, never)
     assert len(files(folder)) == 1
 
 

@@ -358,7 +358,7 @@ def test_a_cycle_is_no_silence() -> None:
 
 
 def test_a_model_that_owns_its_turns_has_no_watchdogs() -> None:
-    talk = Talk(application=False, told=True)
+    talk = Talk(application=False, emitted=True)
     assert talk.frame(BOS) == [TurnOpened(0, "what was said")]
     for _ in range(100):
         talk.frame()
@@ -380,7 +380,7 @@ def test_it_is_not_held_back() -> None:
 
 
 def test_a_turn_that_follows_at_once() -> None:
-    talk = Talk(application=False, told=True)
+    talk = Talk(application=False, emitted=True)
     for own in (BOS, WORD, EOS):
         talk.frame(own, dbfs=LOUD)
     assert talk.frame(BOS) == [TurnClosed(2, CloseReason.MODEL), TurnOpened(3, "what was said")]
@@ -415,7 +415,7 @@ CALLS = st.sampled_from(["begin", "end", "open", "interrupt", "bos", "eos", "wor
 @given(st.lists(CALLS, max_size=80), st.booleans())
 def test_any_order_of_things(calls: list[str], application: bool) -> None:
     """Openings and endings alternate, an application's turns have one BOS each, and closing never takes too long."""
-    talk = Talk(application=application, told=True)
+    talk = Talk(application=application, emitted=True)
     closing = 0
     for call in calls:
         if call == "begin":

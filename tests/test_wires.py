@@ -14,7 +14,7 @@ import pytest
 import soundfile
 
 from mlx_voicechat.cli import push, wires
-from mlx_voicechat.cli.live import Live
+from mlx_voicechat.cli.live import LiveConversation
 from mlx_voicechat.cli.main import run
 from mlx_voicechat.errors import DeviceError, ServerError
 from tests.support.scripted_server import Peer, standing_in
@@ -183,7 +183,7 @@ def test_an_interrupted_answer_is_heard_no_further(protocol: str) -> None:
         return [type(event).__name__ for event in told]
 
     kinds = asyncio.run(work())
-    assert kinds == ["AudioFrame", "Interrupted", "AudioFrame", "Refused", "Cancelled"]
+    assert kinds == ["AudioFrame", "Interrupted", "AudioFrame", "Refusal", "Cancelled"]
 
 
 def test_an_error_of_the_server_ends_it(command: Command) -> None:
@@ -245,14 +245,14 @@ def test_keys(typed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     read, write = os.pipe()
 
-    async def listening(self: Live, wire: Any) -> None:
+    async def listening(self: LiveConversation, wire: Any) -> None:
         for line in ("\n", "hello\n", "no\n", "\n"):
             os.write(write, line.encode())
             await asyncio.sleep(0.05)
         os.close(write)
         await asyncio.sleep(0.05)
 
-    monkeypatch.setattr(Live, "_send", listening)
+    monkeypatch.setattr(LiveConversation, "_send", listening)
     with os.fdopen(read) as keyboard:
         monkeypatch.setattr("sys.stdin", keyboard)
         devices: list[Any] = [None, None, None]

@@ -111,7 +111,7 @@ def _is_loopback(address: str) -> bool:
 
 def _http_error(answer: InvalidStatus, address: str, with_key: bool) -> ServerError:
     """An HTTP answer in place of the upgrade, in words."""
-    status, why = answer.response.status_code, _told(answer.response.body)
+    status, why = answer.response.status_code, _reason(answer.response.body)
     if status == 401:
         message = f"The server at {address} does not accept this API key." if with_key else ""
         message = message or f"The server at {address} asks for an API key."
@@ -125,7 +125,7 @@ def _http_error(answer: InvalidStatus, address: str, with_key: bool) -> ServerEr
     return _not_such_a_server(address, f"HTTP {status}{why}")
 
 
-def _told(body: bytes | bytearray | None) -> str:
+def _reason(body: bytes | bytearray | None) -> str:
     """What an error's body says, as the end of a sentence."""
     try:
         error = json.loads(body or b"")["error"]

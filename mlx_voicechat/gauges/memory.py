@@ -25,7 +25,7 @@ from ..networks.rnnt import GreedyDecoder
 from ..networks.tree import Networks
 from ..options import LoadOptions
 from ..weights import layout
-from ..weights.precision import LONG_SECONDS, Plan, fits, held_bytes, llm_is_float32, plan
+from ..weights.precision import LONG_SECONDS, Requantisation, fits, llm_is_float32, plan, resident_bytes
 from ..weights.shards import Stored
 
 WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
@@ -35,7 +35,7 @@ FLOAT = 4  # bytes of what computes in float32: constants and state
 PUBLISHED = "mlx-community/NemotronLabs-VoiceChat-11B-{bits}bit"
 PUBLISHED_BITS, GROUP_SIZE, GROUP_BYTES = (8, 4), 64, 8  # a float32 scale and bias per group
 SHORT_SECONDS = 60  # of conversation, for the check at load
-AS_STORED: Plan = MappingProxyType({})  # no layer is quantised at load
+AS_STORED: Requantisation = MappingProxyType({})  # no layer is quantised at load
 KV_TYPES = {"f32": None, "bf16": mx.bfloat16}  # of the TTS's attention caches, by LoadOptions.kv_cache; None: as made
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -74,7 +74,7 @@ def announce(
     stored: Mapping[str, Stored],
     frames: int,
     prompt_tokens: int = 0,
-    requantise: Plan = AS_STORED,
+    requantise: Requantisation = AS_STORED,
     states: States | None = None,
 ) -> Announced:
     """What the checkpoint with these headers takes, with one conversation of `frames` frames after a system prompt.
@@ -85,7 +85,7 @@ def announce(
     weights, float32_llm = dict.fromkeys(layout.NETWORKS, 0), llm_is_float32(stored)
     for name, tensor in stored.items():
         if (network := layout.network(name)) is not None:  # others are a fault that loading reports
-            weights[network] += held(name, tensor, requantise, float32_llm)
+            weights[network] += resident(name, tensor, requantise, float32_llm)
     states = states or States(config, float32_llm)
     opening = states.session(0, prompt_tokens)
     return Announced(
@@ -100,7 +100,7 @@ def announce(
 
 def speech_plan(
     config: ModelConfig, stored: Mapping[str, Stored], choice: str | None, states: States | None = None
-) -> Plan:
+) -> Requantisation:
     """The layers that `load` quantises for `choice` (f32, q8 or None) on this machine; raises InputError."""
     if choice is not None:
         return plan(stored, choice)
@@ -108,13 +108,13 @@ def speech_plan(
     return plan(stored, None, fits(needed, machine().total))
 
 
-def held(name: str, tensor: Stored, requantise: Plan = AS_STORED, float32_llm: bool = False) -> int:
+def resident(name: str, tensor: Stored, requantise: Requantisation = AS_STORED, float32_llm: bool = False) -> int:
     """Bytes that a tensor takes once it is loaded: 0 if no conversation needs it (see `checkpoint.settle`)."""
     left_out = layout.OPTIONAL.search(name) and not name.startswith(layout.VOICE_PREFIX)
     if left_out or layout.is_unused(name) or layout.is_added(name):
         return 0
     if name in requantise:
-        return held_bytes(tensor, requantise[name])
+        return resident_bytes(tensor, requantise[name])
     four = tensor.dtype in NARROWED or (tensor.dtype in FLOATING and layout.is_widened(name, float32_llm))
     return math.prod(tensor.shape) * (4 if four else WIDTHS.get(tensor.dtype, 1))
 
@@ -210,7 +210,7 @@ def shortfall(
     config: ModelConfig,
     stored: Mapping[str, Stored],
     have: Machine,
-    requantise: Plan = AS_STORED,
+    requantise: Requantisation = AS_STORED,
     states: States | None = None,
 ) -> str | None:
     """A warning when a checkpoint and a short conversation do not fit, with what would; None when they do."""
@@ -246,7 +246,7 @@ def _saved(config: ModelConfig, stored: Mapping[str, Stored], bits: int, frames:
     now = 0
     for name in matrices:
         parts = (name, name.replace(".weight", ".scales"), name.replace(".weight", ".biases"))
-        now += sum(held(part, stored[part], float32_llm=float32_llm) for part in parts if part in stored)
+        now += sum(resident(part, stored[part], float32_llm=float32_llm) for part in parts if part in stored)
     elements = sum(math.prod(shapes[name]) for name in matrices)
     for sign, states in ((1, States(config, float32_llm)), (-1, States(config, float32_llm=True))):
         now += sign * sum(_bytes(states.language_state(count).arrays) for count in (0, frames))  # opening, conversation

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .profile import Profile
 
 
-class Part(NamedTuple):
+class TimedPart(NamedTuple):
     """`owner.name`, a method or a module, is timed as `label`.
 
     `fixed`: inside what `VoiceChat.compile` compiles as a whole, so it is compiled by itself meanwhile.
@@ -31,26 +31,26 @@ class Part(NamedTuple):
     fixed: bool = False
 
 
-def parts(model: VoiceChat) -> list[Part]:
+def parts(model: VoiceChat) -> list[TimedPart]:
     """What is timed, in the order of a frame."""
     encoder, fourier = model.perception.encoder, model.codec._fourier
     return [
-        Part(model.perception._mel, "step", "perception.mel", True),
-        Part(encoder.pre_encode, "step", "perception.pre_encode", True),
-        Part(encoder, "_blocks", "perception.layers", True),
-        Part(model.perception, "proj", "perception.projection", True),
-        Part(model.rnnt, "first", "rnnt.joint"),
-        Part(model.rnnt, "finish", "rnnt.symbols"),
-        Part(model.language, "fuse", "language.embed"),
-        Part(model.language, "step", "language.layers"),
-        Part(model.language, "choose", "language.heads"),
-        Part(model.tts, "_embed", "tts.embed"),
-        Part(model.tts, "backbone", "tts.backbone"),
-        Part(model.tts, "_generate", "tts.codes"),
-        Part(model.codec, "dequantise", "codec.codebooks", True),
-        Part(model.codec, "decoder", "codec.decoder", True),
-        Part(fourier, "synthesise", "codec.decoder_istft", True),
-        Part(fourier, "overlap_add", "codec.decoder_istft", True),
+        TimedPart(model.perception._mel, "step", "perception.mel", True),
+        TimedPart(encoder.pre_encode, "step", "perception.pre_encode", True),
+        TimedPart(encoder, "_blocks", "perception.layers", True),
+        TimedPart(model.perception, "proj", "perception.projection", True),
+        TimedPart(model.rnnt, "first", "rnnt.joint"),
+        TimedPart(model.rnnt, "finish", "rnnt.symbols"),
+        TimedPart(model.language, "fuse", "language.embed"),
+        TimedPart(model.language, "step", "language.layers"),
+        TimedPart(model.language, "choose", "language.heads"),
+        TimedPart(model.tts, "_embed", "tts.embed"),
+        TimedPart(model.tts, "backbone", "tts.backbone"),
+        TimedPart(model.tts, "_generate", "tts.codes"),
+        TimedPart(model.codec, "dequantise", "codec.codebooks", True),
+        TimedPart(model.codec, "decoder", "codec.decoder", True),
+        TimedPart(fourier, "synthesise", "codec.decoder_istft", True),
+        TimedPart(fourier, "overlap_add", "codec.decoder_istft", True),
     ]
 
 

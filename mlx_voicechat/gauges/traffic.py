@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from ..config import ModelConfig
 from ..networks.cache import KvCache
 from ..weights import layout
-from ..weights.precision import Plan, llm_is_float32
+from ..weights.precision import Requantisation, llm_is_float32
 from ..weights.shards import Stored
-from .memory import AS_STORED, FLOAT, States, held, machine
+from .memory import AS_STORED, FLOAT, States, machine, resident
 
 # Tensors by network and the name within it.
 ONCE = {
@@ -36,12 +36,12 @@ def traffic(
     config: ModelConfig,
     stored: Mapping[str, Stored],
     positions: int,
-    requantise: Plan = AS_STORED,
+    requantise: Requantisation = AS_STORED,
     states: States | None = None,
 ) -> dict[str, int]:
     """Bytes a frame by stage, after `positions` positions of the timeline; the options are `memory.announce`'s."""
     float32_llm = llm_is_float32(stored)
-    sizes = {name: held(name, tensor, requantise, float32_llm) for name, tensor in stored.items()}
+    sizes = {name: resident(name, tensor, requantise, float32_llm) for name, tensor in stored.items()}
 
     def of(network: str, pattern: re.Pattern[str]) -> int:
         names = (name for name in sizes if layout.network(name) == network)

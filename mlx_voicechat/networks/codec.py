@@ -100,7 +100,7 @@ class Fourier:
         return total.reshape(frames.shape[0], rows * self.hop)
 
 
-class Block(nn.Module):
+class ConvNextBlock(nn.Module):
     """Causal ConvNeXt block: x + pwconv2(gelu(pwconv1(norm(dwconv(x))))), (B, T, C) -> (B, T, C)."""
 
     def __init__(self, width: int, kernel: int) -> None:
@@ -170,12 +170,12 @@ class Encoder(nn.Module):
         for width, following, rate in zip(
             widths, [*widths[1:], config.latent_dim], config.downsample_rates, strict=True
         ):
-            self.layers += [Block(width, config.block_kernel_size) for _ in range(config.blocks_per_stage)]
+            self.layers += [ConvNextBlock(width, config.block_kernel_size) for _ in range(config.blocks_per_stage)]
             self.layers.append(Downsample(width, following, rate))
 
     def __call__(self, x: mx.array) -> mx.array:
         for layer in self.layers:
-            x = layer(x, layer.no_past(x.shape[0]))[0] if isinstance(layer, Block) else layer(x)
+            x = layer(x, layer.no_past(x.shape[0]))[0] if isinstance(layer, ConvNextBlock) else layer(x)
         return x
 
 
@@ -189,16 +189,16 @@ class Decoder(nn.Module):
         self.layers: list[nn.Module] = []
         for before, width, rate in zip([config.latent_dim, *widths[:-1]], widths, rates, strict=True):
             self.layers.append(Upsample(before, width, rate))
-            self.layers += [Block(width, config.block_kernel_size) for _ in range(config.blocks_per_stage)]
+            self.layers += [ConvNextBlock(width, config.block_kernel_size) for _ in range(config.blocks_per_stage)]
         self.layers.append(Linear(widths[-1], 2 * config.bins, bias=False))
 
     def no_past(self, batch: int) -> tuple[mx.array, ...]:
-        return tuple(layer.no_past(batch) for layer in self.layers if isinstance(layer, Block))
+        return tuple(layer.no_past(batch) for layer in self.layers if isinstance(layer, ConvNextBlock))
 
     def __call__(self, x: mx.array, past: tuple[mx.array, ...]) -> tuple[mx.array, tuple[mx.array, ...]]:
         new: list[mx.array] = []
         for layer in self.layers:
-            if isinstance(layer, Block):
+            if isinstance(layer, ConvNextBlock):
                 x, kept = layer(x, past[len(new)])
                 new.append(kept)
             else:
@@ -254,7 +254,7 @@ class Codec(nn.Module):
         prepare_linears(self)
         built = [*self._fourier.arrays, *self.prvq.prepare()]
         for module in self.modules():
-            if isinstance(module, Block | Upsample):
+            if isinstance(module, ConvNextBlock | Upsample):
                 built += module.prepare()
         mx.eval(built)
 

@@ -115,7 +115,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array |
     return (weights @ values).astype(queries.dtype).reshape(rows, heads * head_dim)
 
 
-class Block(nn.Module):
+class GemmaBlock(nn.Module):
     """One Gemma-3 block, cut at its attention: `start` before the cache, `finish` after it."""
 
     def __init__(self, config: TtsConfig) -> None:
@@ -142,7 +142,7 @@ class Backbone(nn.Module):
 
     def __init__(self, config: TtsConfig) -> None:
         super().__init__()
-        self.layers = [Block(config) for _ in range(config.num_hidden_layers)]
+        self.layers = [GemmaBlock(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, RMS_EPS)
         self._window = config.sliding_window
         self._head_dim = config.head_dim

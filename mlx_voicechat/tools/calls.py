@@ -16,7 +16,7 @@ OPENING, END = "<TOOLCALL>", "</TOOLCALL>"
 
 
 @dataclass(frozen=True)
-class Call:
+class WrittenCall:
     """One call as it was written; `failure` says why its tool cannot be run, `arguments` are then as they came."""
 
     call_id: str
@@ -35,7 +35,7 @@ def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def parse_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
+def parse_calls(text: str, tools: Mapping[str, Tool]) -> list[WrittenCall]:
     """The calls in `<TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>`, at least one.
 
     Tags may be missing, one object may stand for a list, and arguments may be JSON text. What cannot be read is one
@@ -53,7 +53,7 @@ def parse_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
     return [_parsed(entry, tools) for entry in entries]
 
 
-def _parsed(entry: Any, tools: Mapping[str, Tool]) -> Call:
+def _parsed(entry: Any, tools: Mapping[str, Tool]) -> WrittenCall:
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         return _malformed("A call is an object with a name.")
     name, arguments = entry["name"], entry.get("arguments", {})
@@ -71,16 +71,16 @@ def _parsed(entry: Any, tools: Mapping[str, Tool]) -> Call:
     if tool is None:
         return _failed(name, arguments, FailureReason.UNKNOWN_TOOL, f"There is no tool {name!r}.")
     try:
-        return Call(new_call_id(), tool.name, coerced(arguments, tool.parameters))
+        return WrittenCall(new_call_id(), tool.name, coerced(arguments, tool.parameters))
     except ArgumentError as error:
         return _failed(tool.name, arguments, FailureReason.BAD_ARGUMENTS, str(error))
 
 
-def _failed(name: str, arguments: Mapping[str, Any], failure: FailureReason, why: str) -> Call:
-    return Call(new_call_id(), name, arguments, failure, why)
+def _failed(name: str, arguments: Mapping[str, Any], failure: FailureReason, why: str) -> WrittenCall:
+    return WrittenCall(new_call_id(), name, arguments, failure, why)
 
 
-def _malformed(why: str) -> Call:
+def _malformed(why: str) -> WrittenCall:
     return _failed("", {}, FailureReason.MALFORMED, why)
 
 

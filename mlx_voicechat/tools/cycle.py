@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from ..errors import InputError
 from ..events import Event, FailureReason, FunctionApplied, FunctionCall, FunctionFailed, OnHold
 from . import results
-from .calls import OPENING, Call, new_call_id, parse_calls
+from .calls import OPENING, WrittenCall, new_call_id, parse_calls
 from .tool import Tool
 
 MAX_CALL_IDS = 512
@@ -282,7 +282,7 @@ class Cycle:
             text = b"".join(self._text.token_bytes(token) for token in self._ids).decode()
             calls = parse_calls(text, self._tools)
         except UnicodeDecodeError:
-            calls = [Call(new_call_id(), "", {}, FailureReason.MALFORMED, "The call is no UTF-8.")]
+            calls = [WrittenCall(new_call_id(), "", {}, FailureReason.MALFORMED, "The call is no UTF-8.")]
         self._enter(CycleState.WAITING)
         events: list[Event] = []
         for call in calls:

@@ -116,14 +116,14 @@ class Checkpoint:
         whole = {name: array for name, array in weights.items() if _fits(name, weights, self.stored, self.config)}
         assembled = layout.assemble(whole, torch_layout)
         wide = precision.llm_is_float32(self.stored)
-        settled = {path: layout.settle(path, array, wide) for path, array in assembled.items()}
-        if self.config.speaker not in (voices := layout.voices(settled)):
+        parameters = {path: layout.cast(path, array, wide) for path, array in assembled.items()}
+        if self.config.speaker not in (voices := layout.voices(parameters)):
             raise CheckpointError(
                 f"{self.folder}: the speaker of config.json, {self.config.speaker!r}, has no {layout.VOICE_PREFIX}* "
                 "of its own.",
                 f"Voices in this checkpoint: {', '.join(voices) or 'none'}.",
             )
-        return Parameters(settled, self.folder, self.stored)
+        return Parameters(parameters, self.folder, self.stored)
 
 
 def open_folder(folder: Path) -> Checkpoint:
@@ -287,7 +287,7 @@ def _fits(name: str, weights: Mapping[str, mx.array], stored: Mapping[str, Store
 
     Raises CheckpointError for partners of unlike width or quantisation.
     """
-    parts = layout.partners(name)
+    parts = layout.fused_with(name)
     if any(partner not in weights for partner in parts):
         return False
     if len(parts) > 1:

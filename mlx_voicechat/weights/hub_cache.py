@@ -39,7 +39,7 @@ PARTIAL = ".partial"  # suffix of a blob that is still arriving
 ARRIVING = (PARTIAL, ".incomplete")  # the second is huggingface_hub's own
 
 
-class Held(NamedTuple):
+class CachedModel(NamedTuple):
     """One revision of a repository in the cache. `state`: complete, partial or absent; `fault` says what is amiss."""
 
     repository: str
@@ -111,29 +111,29 @@ def patterns_for(folder: Path) -> list[str]:
     return ORIGINAL_PATTERNS if layout(folder) == "nvidia" else PATTERNS
 
 
-def held(repository: str, revision: str | None = None) -> Held:
+def look_up(repository: str, revision: str | None = None) -> CachedModel:
     """How much of a repository is here, at a revision (default: main)."""
     folder = snapshot(repository, revision)
     arriving = sum(_size(file) for file in _arriving(repository))
     if folder is None:
-        return Held(repository, "partial" if arriving else "absent", arriving)
+        return CachedModel(repository, "partial" if arriving else "absent", arriving)
     wrong = fault(folder, patterns_for(folder))
     size = sum(_size(file) for file in folder.iterdir())
     if wrong is None:
-        return Held(repository, "complete", size, folder.name, folder)
-    return Held(repository, "partial", size + arriving, folder.name, folder, wrong.message)
+        return CachedModel(repository, "complete", size, folder.name, folder)
+    return CachedModel(repository, "partial", size + arriving, folder.name, folder, wrong.message)
 
 
-def checkpoints() -> list[Held]:
+def checkpoints() -> list[CachedModel]:
     """Every VoiceChat checkpoint of the cache, and the published ones that it lacks; each revision by itself."""
     known = [*PUBLISHED.values(), ORIGINAL]
     others = sorted(name for name in _repositories() if name not in known)
     rows = []
     for repository in [*known, *others]:
         commits = [path.name for path in _snapshots(repository) if layout(path)]
-        rows += [held(repository, commit) for commit in commits]
+        rows += [look_up(repository, commit) for commit in commits]
         if not commits and repository in known:
-            rows.append(held(repository))
+            rows.append(look_up(repository))
     return rows
 
 

@@ -140,7 +140,7 @@ def stored_names(path: str) -> list[str]:
     return [place.name(part) for part in place.join.stored] if place else [path]
 
 
-def partners(name: str) -> list[str]:
+def fused_with(name: str) -> list[str]:
     """The stored tensors that go into the same parameter as `name`, itself among them."""
     return stored_names(parameter_path(name))
 
@@ -285,7 +285,7 @@ def assemble(weights: Mapping[str, mx.array], torch_layout: bool) -> dict[str, m
     return out
 
 
-def settle(path: str, array: mx.array, float32_llm: bool) -> mx.array:
+def cast(path: str, array: mx.array, float32_llm: bool) -> mx.array:
     """A tensor in the type it computes in and contiguous: no frame may cast or copy a weight. Widening is exact."""
     if array.dtype in (mx.int64, mx.uint64):
         array = array.astype(mx.int32)

@@ -15,7 +15,8 @@ from . import layout
 from .shards import Stored
 
 Choice = Literal["f32", "q8"]
-Plan = Mapping[str, Mapping[str, int]]  # by the stored name of a weight: {"group_size", "bits"} to quantise it to
+# By the stored name of a weight: {"group_size", "bits"} to quantise it to.
+Requantisation = Mapping[str, Mapping[str, int]]
 
 BITS, GROUP_SIZES = 8, (64, 32)  # the first that divides a layer's inputs; a layer with neither stays float32
 SMALLEST = 4096  # weights of a layer; fewer are not worth it
@@ -26,7 +27,7 @@ WIDER = ("F32", "F16", "F64")  # than bfloat16; float16 and bfloat16 meet as flo
 PLAIN_TYPES = (*HALF_TYPES, "F32")
 
 
-def plan(stored: Mapping[str, Stored], choice: str | None, f32_fits: bool = True) -> Plan:
+def plan(stored: Mapping[str, Stored], choice: str | None, f32_fits: bool = True) -> Requantisation:
     """The weights to quantise at load; none for `f32`. Layers that the file has quantised stay as they are.
 
     `q8`: all that are worth it. None decides: nothing where float32 fits the machine (`fits`), else what is stored in
@@ -38,7 +39,7 @@ def plan(stored: Mapping[str, Stored], choice: str | None, f32_fits: bool = True
     types = PLAIN_TYPES if choice == "q8" else HALF_TYPES
     chosen = {}
     for name in filter(layout.SPEECH_MATRIX.search, stored):
-        parts = [stored[part] for part in layout.partners(name) if part in stored]
+        parts = [stored[part] for part in layout.fused_with(name) if part in stored]
         if all(part.dtype in types for part in parts) and (group_size := _group_size(parts)):
             chosen[name] = {"group_size": group_size, "bits": BITS}
     return chosen
@@ -63,7 +64,7 @@ def fits(needed_bytes: int, machine_bytes: int) -> bool:
     return needed_bytes <= COMFORTABLE * machine_bytes
 
 
-def held_bytes(tensor: Stored, settings: Mapping[str, int]) -> int:
+def resident_bytes(tensor: Stored, settings: Mapping[str, int]) -> int:
     """Memory of a weight that is quantised at load, its float32 scales and biases included."""
     count = math.prod(tensor.shape)
     return count * settings["bits"] // 8 + 2 * 4 * (count // settings["group_size"])

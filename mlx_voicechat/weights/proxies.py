@@ -59,7 +59,7 @@ def fault_of(error: Exception) -> tuple[str, str] | None:
         if isinstance(error, ImportError) and proxy.scheme in SOCKS:
             return (
                 f"The proxy {proxy} is a SOCKS proxy, for which a package is missing.",
-                f"pip install socksio. {change}",
+                f"`pip install socksio`, or set {proxy.setting} to http://NAME:PORT.",
             )
         if isinstance(error, ValueError) and proxy.scheme not in (*SCHEMES, *SOCKS):
             return f"The proxy {proxy} is of a kind that is not supported.", change

@@ -40,7 +40,7 @@ STALE_SECONDS = 3600  # a temporary file of this age belongs to no running progr
 Build = Callable[[], mx.array]
 
 
-def kept(
+def cached_rows(
     tts: EarTts,
     config: CharacterEncoderConfig,
     char_ids: Sequence[Sequence[int]],

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from mlx_voicechat.errors import AudioError, ServerError
 
-from .conversation import cut, silence
-from .dialogue import Dialogue
+from .conversation import Conversation
+from .offline import cut, silence
 from .render import Progress
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ BEHIND_SECONDS = 1.0  # a server that falls behind by less is not spoken of
 FAREWELL_SECONDS = 5.0  # for the server's answer to Ctrl-C
 
 
-class Recital(Dialogue):
+class RecordedConversation(Conversation):
     """A recording said to a server, in real time or as fast as the server takes it.
 
     `extra_seconds` of silence follow it. Ctrl-C cancels the conversation.

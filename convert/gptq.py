@@ -1,0 +1,128 @@
+"""GPTQ (Frantar et al. 2022, arXiv 2210.17323) onto MLX's affine grid: rounding that knows what a layer is given.
+
+A weight's columns are rounded in order; what each rounding loses is made up for by the columns that follow, by the
+inverse of the inputs' second moments. The grid (scale and bias of each group) is that of `mx.quantize` for what the
+group's columns have become, in the type it is stored in.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from scipy.linalg import lapack
+
+from mlx_voicechat.errors import InputError, VoiceChatError
+
+DAMPING = 0.01  # of the mean diagonal, added to it (the paper, section 3.3)
+PACKED_ROWS = 256  # rows packed at once: each of their bits is a byte meanwhile
+
+
+class Rounded(NamedTuple):
+    """A quantised matrix as MLX stores it: packed codes (out, in * bits / 32), scales and biases (out, in / group)."""
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array
+
+    def dequantised(self, bits: int, group_size: int) -> np.ndarray:
+        """The matrix (out, in) float32 that it stands for."""
+        wide = (a.astype(mx.float32) for a in (self.scales, self.biases))
+        return np.array(mx.dequantize(self.weight, *wide, group_size=group_size, bits=bits))
+
+
+def quantise(
+    weight: np.ndarray, moment: np.ndarray, bits: int, group_size: int, dtype: mx.Dtype = mx.bfloat16
+) -> tuple[Rounded, float]:
+    """`compensated` or, where that loses more for these inputs, `nearest`; and its `loss`. Raises as `compensated`."""
+    candidates = compensated(weight, moment, bits, group_size, dtype), nearest(weight, bits, group_size, dtype)
+    found = [(loss(weight - rounded.dequantised(bits, group_size), moment), rounded) for rounded in candidates]
+    lost, best = min(found, key=lambda pair: pair[0])
+    return best, lost
+
+
+def compensated(weight: np.ndarray, moment: np.ndarray, bits: int, group_size: int, dtype: mx.Dtype) -> Rounded:
+    """Round `weight` (out, in) for inputs with the second moments `moment` (in, in), the sum of x x^T, both float32.
+
+    `dtype` is that of scales and biases; memory peaks at about twice the moments' and three times the weight's. Raises
+    InputError for shapes that do not fit, VoiceChatError when the moments are no such sum.
+    """
+    rows, columns = weight.shape
+    if moment.shape != (columns, columns):
+        raise InputError(f"The moments have shape {moment.shape}, expected {(columns, columns)} for this weight.")
+    if columns % group_size:
+        raise InputError(f"Groups of {group_size} do not divide the weight's {columns:,} inputs.")
+    factor = inverse_factor(moment)
+    rest, codes = weight.astype(np.float32), np.empty((rows, columns), np.uint8)
+    scales, biases = (np.empty((rows, columns // group_size), np.float32) for _ in range(2))
+    for group, start in enumerate(range(0, columns, group_size)):
+        block = slice(start, start + group_size)
+        scales[:, group], biases[:, group] = grid = _grid(rest[:, block], bits, group_size, dtype)
+        codes[:, block], lost = _round_group(rest[:, block], factor[block, block], bits, *grid)
+        rest[:, block.stop :] -= lost @ factor[block, block.stop :]
+    return Rounded(packed(codes, bits), *(mx.array(a).astype(dtype) for a in (scales, biases)))
+
+
+def nearest(weight: np.ndarray, bits: int, group_size: int, dtype: mx.Dtype = mx.bfloat16) -> Rounded:
+    """Plain rounding, as `mx.quantize` does it, with scales and biases in `dtype`."""
+    return Rounded(*mx.quantize(mx.array(weight).astype(dtype), group_size=group_size, bits=bits))
+
+
+def loss(error: np.ndarray, moment: np.ndarray) -> float:
+    """What outputs are off by, squared and summed over positions; `error` of a weight (out, in), `moment` (in, in)."""
+    return float(np.sum((error @ moment) * error, dtype=np.float64))
+
+
+def inverse_factor(moment: np.ndarray) -> np.ndarray:
+    """Upper Cholesky factor (in, in) of the inverse of the damped moments.
+
+    An input that never came has only the damping, and then nothing is made up for elsewhere.
+    """
+    damped = np.array(moment, np.float32, order="F")
+    diagonal = np.einsum("ii->i", damped)
+    diagonal += np.float32(DAMPING) * diagonal.mean() or np.float32(1)
+    upper, faults = damped, []
+    upper, fault = lapack.spotrf(upper, lower=0, overwrite_a=1)
+    faults.append(fault)
+    upper, fault = lapack.spotri(upper, lower=0, overwrite_c=1)
+    faults.append(fault)
+    upper, fault = lapack.spotrf(upper, lower=0, overwrite_a=1, clean=1)
+    if any([*faults, fault]) or not np.isfinite(np.einsum("ii->i", upper)).all():
+        raise VoiceChatError(
+            "The moments of this layer's inputs are no sum of squares.", "Remove them and calibrate again."
+        )
+    return upper
+
+
+def _grid(columns: np.ndarray, bits: int, group_size: int, dtype: mx.Dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and bias (out,) of one group's columns (out, group), rounded to `dtype`."""
+    _, scales, biases = mx.quantize(mx.array(columns), group_size=group_size, bits=bits)
+    stored = (a.astype(dtype).astype(mx.float32) for a in (scales, biases))
+    scale, bias = (np.array(a)[:, 0] for a in stored)
+    return scale, bias
+
+
+def _round_group(
+    columns: np.ndarray, factor: np.ndarray, bits: int, scale: np.ndarray, bias: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Round columns (out, group) in order -> codes (out, group), and what each lost by its own diagonal."""
+    rest, codes, lost = columns.copy(), np.empty(columns.shape, np.uint8), np.empty_like(columns)
+    divisor = np.where(scale == 0, np.float32(1), scale)
+    for column in range(columns.shape[1]):
+        value = rest[:, column]
+        code = np.clip(np.rint((value - bias) / divisor), 0, 2**bits - 1)
+        codes[:, column] = code
+        lost[:, column] = (value - (code * scale + bias)) / factor[column, column]
+        rest[:, column + 1 :] -= np.outer(lost[:, column], factor[column, column + 1 :])
+    return codes, lost
+
+
+def packed(codes: np.ndarray, bits: int) -> mx.array:
+    """Codes (out, in) uint8 -> (out, in * bits / 32) uint32: MLX's layout, one little-endian stream of bits a row."""
+    parts = []
+    for start in range(0, len(codes), PACKED_ROWS):
+        rows = codes[start : start + PACKED_ROWS]
+        stream = np.unpackbits(rows[..., None], axis=-1, count=bits, bitorder="little").reshape(len(rows), -1)
+        parts.append(np.packbits(stream, axis=-1, bitorder="little").view("<u4"))
+    return mx.array(np.concatenate(parts))
