@@ -156,11 +156,13 @@ def _answer(asked: _Asked) -> None:
     from mlx_voicechat.sound.recordings import AudioReader
 
     from .tool_sources import ToolSources
+    from .turn_times import TurnTimes
 
     output = Output()
     live, offline = asked.stream and not asked.as_json, io.StringIO()
     text = LiveText(output.write if live else offline.write, tools=bool(asked.tools))
     calls: list[dict[str, Any]] = []
+    turns = TurnTimes()
     last: Event | None = None
     with contextlib.ExitStack() as files:
         recording = files.enter_context(AudioReader(asked.audio, max_seconds=asked.max_seconds))
@@ -173,7 +175,7 @@ def _answer(asked: _Asked) -> None:
 
         config = loaded.config
         of_tools = {"tools": sources.tools, "wait_for_tools": True} if sources.tools else {}
-        session = loaded.session(**asked.options, **of_tools)
+        session = loaded.session(**asked.options, **of_tools, turn_events=True)
         if session.profile and wants_parts():
             from mlx_voicechat.gauges.parts import timed
 
@@ -190,6 +192,7 @@ def _answer(asked: _Asked) -> None:
             progress.take(last)
             text.take(last)
             _note_call(last, calls)
+            turns.take(last)
             if output.closed and not asked.targets:
                 return  # nobody reads on, and nothing is to be written
         if session.frames == 0:
@@ -198,6 +201,7 @@ def _answer(asked: _Asked) -> None:
         summary = _write_profile(session, asked.targets, files)
         text.close()  # before the files are put in place, which may fail
         result = {**({"calls": calls} if asked.tools else {}), **_result(session)}
+        result["turns"] = turns.listed(config.frame_seconds)
         output.write(json.dumps(result) + "\n" if asked.as_json else offline.getvalue())
     if outputs.fault:
         raise outputs.fault
@@ -246,7 +250,7 @@ def _note_call(event: Event, calls: list[dict[str, Any]]) -> None:
 
 
 def _result(session: Session) -> dict[str, str | int | float]:
-    """What `--json` prints, besides the calls where there are tools."""
+    """What `--json` prints, besides the turns, and the calls where there are tools."""
     return {
         "transcript": session.transcript,
         "text": session.text,

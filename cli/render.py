@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ NOT_SHOWN = dict.fromkeys(
     if chr(code) not in "\n\t"
 )
 QUIET_FRAMES = 5  # a line that was not added to for so long (0.4 s) is over
+SENTENCE_END = re.compile(r"[.!?\u2026][\"')\]\u201d\u2019]*$")
 
 
 def printable(text: str) -> str:
@@ -106,7 +108,8 @@ class LiveText:
 
     One line is open at a time. What another speaker says meanwhile is held until that line has been quiet for
     QUIET_FRAMES, so that people who talk over each other do not cut each other's words. With `tools` a call and its
-    result are lines of their own, in place of the text of the function channel.
+    result are lines of their own, in place of the text of the function channel. The assistant's turn begins where the
+    session tells so; where it does not, after a pause and a sentence, with a word that no space divides from it.
     """
 
     def __init__(self, write: Callable[[str], object], tools: bool = False) -> None:
@@ -114,13 +117,17 @@ class LiveText:
         self.tools = tools
         self._open: str | None = None
         self._last_frame = 0
-        self._held: list[tuple[str, str]] = []
+        self._last_said = (0, "")  # the assistant's last frame and words
+        self._opened = False  # a turn of the assistant, of which nothing was said yet
+        self._held: list[tuple[str, str, bool]] = []
         self._seen: set[str] = set()
 
     def take(self, event: Event) -> None:
         """Show one event of the session; audio frames carry the clock."""
         from mlx_voicechat import AudioFrame, FunctionDelta, TextDelta, TranscriptDelta
+        from mlx_voicechat.events import TurnOpened
 
+        self._opened = self._opened or isinstance(event, TurnOpened)
         if isinstance(event, AudioFrame):
             if self._held and event.frame_index - self._last_frame >= QUIET_FRAMES:
                 self._release(event.frame_index)
@@ -132,7 +139,8 @@ class LiveText:
             return
         for kind, speaker in ((TranscriptDelta, "user"), (TextDelta, "assistant"), (FunctionDelta, "function")):
             if isinstance(event, kind) and not (self.tools and speaker == "function"):
-                self._say(speaker, event.delta, event.frame_index)
+                anew = speaker == "assistant" and self._begins(event.delta, event.frame_index)
+                self._say(speaker, event.delta, event.frame_index, anew)
 
     def close(self) -> None:
         """Show what was held and end the last line; a user who was not understood has an empty line of their own."""
@@ -147,12 +155,24 @@ class LiveText:
             self._write("\n")
             self._open = None
 
-    def _say(self, speaker: str, delta: str, frame_index: int) -> None:
+    def _begins(self, delta: str, frame_index: int) -> bool:
+        """Whether these words of the assistant begin a turn."""
+        if not delta:
+            return False
+        last_frame, last = self._last_said
+        glued = SENTENCE_END.search(last) is not None and not delta[0].isspace()
+        begins = self._opened or (glued and frame_index - last_frame >= QUIET_FRAMES)
+        self._opened, self._last_said = False, (frame_index, delta)
+        return begins
+
+    def _say(self, speaker: str, delta: str, frame_index: int, anew: bool = False) -> None:
         if not delta:
             return
         if self._open not in (None, speaker):
-            self._held.append((speaker, delta))
+            self._held.append((speaker, delta, anew))
             return
+        if anew:
+            self.end_line()
         if self._open is None:
             delta = delta.lstrip()
             if not delta:
@@ -164,9 +184,11 @@ class LiveText:
 
     def _release(self, frame_index: int) -> None:
         held, self._held = self._held, []
-        for speaker in dict.fromkeys(name for name, _ in held):
+        for speaker in dict.fromkeys(name for name, *_ in held):
             self.end_line()
-            self._say(speaker, "".join(delta for name, delta in held if name == speaker), frame_index)
+            for name, delta, anew in held:
+                if name == speaker:
+                    self._say(speaker, delta, frame_index, anew)
 
 
 class Progress:

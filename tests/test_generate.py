@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_voicechat
-from mlx_voicechat import AudioFrame, Event, FunctionDelta, TextDelta, TranscriptDelta
+from mlx_voicechat import AudioFrame, Event, FunctionDelta, TextDelta, TranscriptDelta, TurnOpened
 from mlx_voicechat.cli.main import run
 from mlx_voicechat.cli.offline import cut, silence
 from mlx_voicechat.cli.render import LiveText, Output
@@ -131,6 +131,7 @@ def test_json_is_one_object(command: Command, fake: FakeModel, stream: list[str]
         "seconds": 1.04,
         "seed": 5,
         "model": "fake",
+        "turns": [{"speaker": "user", "text": "héllo", "start": 0.0, "end": 0.08}],
     }
 
 
@@ -138,6 +139,7 @@ def test_options_reach_the_session(command: Command, fake: FakeModel) -> None:
     command("-p", "Be brief.", "--seed", 2**40, "--voice", "Aria", "--guidance-scale", 0.5)
     command("--system-prompt", "", "--stream", "--max-streaming-seconds", 9, "--profile")
     empty: dict[str, Any] = {"seed": 0, "max_seconds": None, "voice": None, "guidance_scale": None, "profile": False}
+    empty["turn_events"] = True
     given_first = {"system_prompt": "Be brief.", "seed": 2**40, "voice": "Aria", "guidance_scale": 0.5}
     assert fake.opened[0] == empty | given_first
     assert fake.opened[1] == empty | {"system_prompt": "", "max_seconds": 9.0, "profile": True}
@@ -398,6 +400,23 @@ def test_live_text_does_not_cut_words_when_both_speak(capsys: pytest.CaptureFixt
     assert held[-2] == "The joke ends."
     assert held[-1] == "The joke ends.\n[user] Stop.\n"
     assert live([*events, *quiet(6, 8)], capsys)[-2] == "The joke ends.\n[user] Stop."
+
+
+def test_live_text_gives_answers_in_a_row_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    told = [TurnOpened(0, ""), TextDelta(1, 5, "It is", ""), TurnOpened(2, ""), TextDelta(3, 5, " so", "")]
+    assert live(told, capsys)[-1] == "It is\nso\n[user]\n"
+    over = [TranscriptDelta(0, "Well", "Well"), *told, TranscriptDelta(4, ".", "Well."), *quiet(4, 12)]
+    assert live(over, capsys)[-1] == "[user] Well.\nIt is\nso\n"
+    glued = [TextDelta(0, 5, "On.", "On."), TextDelta(20, 5, "Blue", ""), TextDelta(21, 5, ".", ""), *quiet(21, 23)]
+    assert live(glued, capsys)[-1] == "On.\nBlue.\n[user]\n"
+
+
+@pytest.mark.parametrize(
+    "deltas", [((0, "The U."), (1, "S.")), ((0, "One."), (9, " Two.")), ((0, "Three"), (9, "fold."))]
+)
+def test_live_text_leaves_a_turn_whole(capsys: pytest.CaptureFixture[str], deltas: tuple[tuple[int, str], ...]) -> None:
+    events: list[Event] = [TextDelta(index, 5, delta, "") for index, delta in deltas]
+    assert live(events, capsys)[-1] == "".join(delta for _, delta in deltas) + "\n[user]\n"
 
 
 # What it refuses

@@ -354,7 +354,7 @@ def test_the_example_for_node(server: ServerProcess, tmp_path: Path) -> None:
 @pytest.fixture
 def bridge(server: ServerProcess) -> Iterator[str]:
     """The telephone bridge's address."""
-    command = [sys.executable, EXAMPLES / "twilio_bridge.py", server.ws_url, "0"]
+    command = [sys.executable, str(EXAMPLES / "twilio_bridge.py"), server.ws_url, "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]

@@ -5,6 +5,9 @@ import { FRAME_SECONDS } from "./protocol.js";
 const PAUSE_FRAMES = 12; // a second: who was quiet for so long while others spoke begins a new turn
 const LONG_PAUSE_FRAMES = 50; // four seconds: a new turn in any case
 
+const GLUED_FRAMES = 5; // after so long a sentence that no space divides from the last begins a new turn
+const SENTENCE_END = /[.!?\u2026]["')\]\u201d\u2019]*$/;
+
 const SPEAKERS = {
   "conversation.item.input_audio_transcription.delta": ["user", "transcript"],
   "response.text.delta": ["assistant", "text"],
@@ -33,7 +36,7 @@ export class Captions {
     const frame = event.frame_index;
     let channel = this.channels.get(speaker);
     const anew = all.length < (channel?.length ?? 0) && all.trim() === String(event.delta ?? "").trim();
-    if (!channel || anew || this.isOver(channel, frame)) {
+    if (!channel || anew || this.isOver(channel, frame) || isGlued(channel, all, frame)) {
       channel = { turn: null, from: anew ? 0 : (channel?.length ?? 0) };
       this.channels.set(speaker, channel);
     }
@@ -72,6 +75,11 @@ export class Captions {
     const interrupted = isSpeech(turn) && this.turns.findLast(isSpeech) !== turn;
     return frame - last > (interrupted ? PAUSE_FRAMES : LONG_PAUSE_FRAMES);
   }
+}
+
+function isGlued({ turn, length, frame: last }, all, frame) {
+  if (!turn || !isSpeech(turn) || frame - last < GLUED_FRAMES) return false;
+  return SENTENCE_END.test(all.slice(0, length)) && /^\S/.test(all.slice(length));
 }
 
 function isSpeech({ speaker }) {

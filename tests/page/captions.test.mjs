@@ -30,6 +30,17 @@ test("a speaker who pauses is one turn, after four seconds a new one", () => {
   assert.deepEqual(brief(captions), ["assistant: One two", "assistant: three"]);
 });
 
+test("a sentence that no space divides from the last is a new turn after a pause, an abbreviation is none", () => {
+  const captions = new Captions();
+  captions.take(said(0, "The lights of the U.", "The lights of the U."));
+  captions.take(said(1, "S. are on.", "The lights of the U.S. are on."));
+  captions.take(said(20, "The", "The lights of the U.S. are on.The"));
+  captions.take(said(21, " sky.", "The lights of the U.S. are on.The sky."));
+  captions.take(said(30, " Is blue.", "The lights of the U.S. are on.The sky. Is blue."));
+  const turns = ["assistant: The lights of the U.S. are on.", "assistant: The sky. Is blue."];
+  assert.deepEqual(brief(captions), turns);
+});
+
 test("the cumulative text is the truth, also when it is revised", () => {
   const captions = new Captions();
   captions.take(said(0, "caf\ufffd", "caf\ufffd"));
