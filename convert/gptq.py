@@ -28,8 +28,8 @@ class Rounded(NamedTuple):
 
     def dequantised(self, bits: int, group_size: int) -> np.ndarray:
         """The matrix (out, in) float32 that it stands for."""
-        wide = (a.astype(mx.float32) for a in (self.scales, self.biases))
-        return np.array(mx.dequantize(self.weight, *wide, group_size=group_size, bits=bits))
+        scales, biases = (a.astype(mx.float32) for a in (self.scales, self.biases))
+        return np.array(mx.dequantize(self.weight, scales, biases, group_size=group_size, bits=bits))
 
 
 def quantise(

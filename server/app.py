@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from importlib import import_module
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,19 +22,17 @@ from uvicorn.protocols.utils import ClientDisconnected
 from .access import Gate, refusal
 from .connection import FAILED, Connection, sessions_in_use
 from .dialects import DUPLEX, MLXCEL, OPENAI, PATHS, REALTIME, STRICT_V3, Dialect, UnknownProtocol, chosen
-from .duplex_connection import DuplexConnection, DuplexSessions, waits_for_a_message
+from .duplex_sessions import DuplexSessions, waits_for_a_message
 from .engine import LOADING, READY, WARMING, Engine
 from .limits import RETRY_SECONDS
 from .metrics import CONTENT_TYPE
-from .mlxcel import Mlxcel
-from .openai_connection import OpenAIConnection
 from .origins import Origins, normal
 from .page import page_paths, page_routes
 from .settings import ServerSettings
-from .strict_v3 import StrictV3Connection
 from .typed_voice import find_voice
 
 SERVED = (MLXCEL, OPENAI, DUPLEX, STRICT_V3)  # the dialects of this server
+DIALECT_MODULES = (".mlxcel", ".openai_connection", ".duplex_connection", ".strict_v3")  # what makes their connections
 NOT_HERE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 END_SECONDS = 1.0  # for the frame that runs when the server ends
 
@@ -81,6 +80,11 @@ class Routes:
         return not dialect.refused_at_the_upgrade or await self._engine.room()
 
     def _connection(self, dialect: Dialect, websocket: WebSocket) -> Connection:
+        from .duplex_connection import DuplexConnection
+        from .mlxcel import Mlxcel
+        from .openai_connection import OpenAIConnection
+        from .strict_v3 import StrictV3Connection
+
         engine, settings, voice = self._engine, self._settings, self._voice
         if dialect.name == MLXCEL:
             return Mlxcel(websocket, engine, settings)
@@ -132,6 +136,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         engine.start(asyncio.get_running_loop())
+        for name in DIALECT_MODULES:  # while the model loads
+            import_module(name, __package__)
         yield
         await engine.end(END_SECONDS)
 

@@ -20,7 +20,8 @@ from starlette.websockets import WebSocket
 
 from mlx_voicechat.client import DuplexClient, DuplexConnectionError, SessionConfig
 
-from .duplex_connection import DuplexConnection, DuplexSessions
+from .duplex_connection import DuplexConnection
+from .duplex_sessions import DuplexSessions
 from .engine import Engine
 from .settings import ServerSettings
 from .sockets import SCOPE_KEY

@@ -143,7 +143,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["info", "tiny"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for word in ("Aria (default)", "memorised", "attention layers 1", "text table", "available", "memory, 600 s"):
+    for word in ("Aria (default)", "memorised", "attention layers 2", "text table", "available", "memory, 600 s"):
         assert word in out
 
 

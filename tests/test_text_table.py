@@ -48,7 +48,7 @@ def never(*text: str) -> Any:
 def get(folder: Path, build: Callable[[], mx.array] = table, fingerprint: str = FINGERPRINT) -> tuple[mx.array, str]:
     """The table and what was said."""
     said: list[str] = []
-    return text_table.cached_rows(build, fingerprint, SHAPE, folder, said.append), "\n".join(said)
+    return text_table.cached(build, fingerprint, SHAPE, folder, said.append), "\n".join(said)
 
 
 def test_a_disk_that_cannot_flush(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_reading_it_takes_its_own_memory_only(folder: Path) -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    read = text_table.cached_rows(never, FINGERPRINT, shape, folder, never)
+    read = text_table.cached(never, FINGERPRINT, shape, folder, never)
     assert mx.get_peak_memory() - before < 1.1 * read.nbytes
 
 
