@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from mlx_voicechat.cli import client, recital
+from mlx_voicechat.cli import client, recorded
 from mlx_voicechat.cli.main import run
 from mlx_voicechat.client import connecting
 from mlx_voicechat.client.connecting import realtime_url
@@ -206,7 +206,7 @@ def test_fast_stays_two_seconds_ahead_at_most(command: Command) -> None:
 
 
 def test_a_server_slower_than_real_time_is_spoken_of(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recital, "BEHIND_SECONDS", 0.5)
+    monkeypatch.setattr(recorded, "BEHIND_SECONDS", 0.5)
 
     def script(peer: Peer) -> None:
         peer.greet()
@@ -678,7 +678,7 @@ def deaf(peer: Peer) -> None:
 def test_interrupted(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Peer], object], fast: bool
 ) -> None:
-    monkeypatch.setattr(recital, "FAREWELL_SECONDS", 0.3)
+    monkeypatch.setattr(recorded, "FAREWELL_SECONDS", 0.3)
     out, before = tmp_path / "out.wav", signal.getsignal(signal.SIGINT)
     with standing_in(middle(end)) as server:
         code, printed, err = command(server.url, "--output-audio", out, fast=fast)
