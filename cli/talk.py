@@ -157,10 +157,7 @@ def talk(
         _refuse(context, OF_THE_MODEL, "is for a model that runs here, and does not go with --url")
     _check_protocol(context, protocol, url, typed, file)
     if list_devices:
-        from .devices import Devices
-
-        Output().write("\n".join(Devices().listing()) + "\n")
-        return
+        return _list_devices()
     targets = Targets(output_audio)
     targets.check(file or "-", "--file")
 
@@ -197,6 +194,12 @@ def talk(
                 wait_for_tools=fast,
             )
         client.hold(conversation, url, api_key)
+
+
+def _list_devices() -> None:
+    from .devices import Devices
+
+    Output().write("\n".join(Devices().listing()) + "\n")
 
 
 def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
