@@ -100,7 +100,7 @@ class Row:
             return mode if passed == len(rounds) else f"{mode} ({passed} of {len(rounds)})"
 
         modes = ", ".join(shown(mode, rounds) for mode, rounds in self.lines.items())
-        return f"| `{CLIENTS[self.name].shown}` {self.version} | {modes} |"
+        return f"| {self.name}: `{CLIENTS[self.name].shown}` {self.version} | {modes} |"
 
 
 def runner(name: str, folder: Path, checks: Path) -> list[str]:

@@ -11,6 +11,8 @@ CAPTURE_SECONDS = 30.0  # that the event loop or a slow server may leave waiting
 PLAYBACK_SECONDS = 60.0  # of speech that came faster than it is played
 LEAST_FRAMES, MOST_FRAMES = 2, 4  # that wait before playback begins
 CALM_SECONDS = 10.0  # without starving, after which a frame less will do
+SOUND_PEAK = 0.01  # -40 dB: a block above it is no noise of an open input
+SOUND_SECONDS = 0.2  # of such, after which the input that is heard stays
 QUIET_PEAK = 0.005  # -46 dB: a frame below it can be left out unheard
 SPEAKING_PEAK = 0.01
 HANG_SECONDS = 0.3  # a pause between words, and the way from the loudspeaker to the microphone
@@ -72,11 +74,43 @@ def _drained(ring: Ring) -> Samples:
     return block[: ring.read_into(block)]
 
 
-class Capture:
-    """The microphone at its own rate -> samples at the model's. `hear` is the audio callback."""
+class Inputs:
+    """Which input of a device is the microphone: `number` from 1, or None for the one with sound.
 
-    def __init__(self, device_hz: int, rate_hz: int) -> None:
+    Until 0.2 s of sound have come, it is the loudest so far; then it stays, `settled`.
+    """
+
+    def __init__(self, number: int | None) -> None:
+        self.number = number or 1
+        self.settled = number is not None
+        self._peaks: Any = 0.0  # (channels,), summed
+        self._sound_samples = 0
+
+    def of(self, block: Samples, rate_hz: int) -> Samples:
+        """(frames, channels) -> (frames,)."""
+        import numpy as np
+
+        if not self.settled and block.shape[1] > 1 and len(block):
+            peaks = np.nan_to_num(np.abs(block).max(axis=0), nan=0.0, posinf=0.0)
+            self._peaks = self._peaks + peaks
+            loudest = int(np.argmax(self._peaks))
+            if self._peaks[loudest] > 2 * self._peaks[self.number - 1]:
+                self.number = loudest + 1
+            self._sound_samples += len(block) * bool(peaks.max() >= SOUND_PEAK)
+            self.settled = self._sound_samples >= SOUND_SECONDS * rate_hz
+        return block[:, self.number - 1]
+
+
+class Capture:
+    """The microphone at its own rate -> samples at the model's. `hear` is the audio callback.
+
+    `number`: the device's input that is heard, from 1; None for the one with sound.
+    """
+
+    def __init__(self, device_hz: int, rate_hz: int, number: int | None = None) -> None:
         from mlx_voicechat.sound.resampler import Resampler
+
+        self.inputs = Inputs(number)
 
         self._device_hz = device_hz
         self._ring = Ring(round(CAPTURE_SECONDS * device_hz))
@@ -103,7 +137,7 @@ class Capture:
 
     def hear(self, indata: Samples, frames: int, time: object, status: Any) -> None:
         """Keep a block (frames, channels)."""
-        block = indata[:, 0] if indata.shape[1] == 1 else indata.mean(axis=1)
+        block = self.inputs.of(indata, self._device_hz)
         self._lost += len(block) - self._ring.write(block)
         self.overflows += bool(status.input_overflow)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_voicechat.errors import DeviceError, InputError
@@ -11,18 +11,23 @@ from mlx_voicechat.errors import DeviceError, InputError
 from .diagnosis import TALK
 
 OTHER_RATES_HZ = (48_000, 44_100, 32_000, 24_000, 16_000)  # where a device refuses its own
+MOST_INPUTS = 32  # opened at once: some systems name more that are no more than copies
 KINDS = {"input": "microphone", "output": "loudspeaker"}
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device in one direction, `kind` input or output, with a rate and channels that it takes."""
+    """A device in one direction, `kind` input or output, with a rate and channels that it takes.
+
+    `number`: the input that is heard, from 1; None for the one with sound.
+    """
 
     index: int
     name: str
     kind: str
     rate_hz: int
     channels: int
+    number: int | None = None
 
 
 class Devices:
@@ -52,8 +57,8 @@ class Devices:
             raise DeviceError("This machine has no audio devices.")
         return lines
 
-    def choose(self, wanted: str | None, kind: str) -> Device:
-        """The device of this number, or whose name holds this; the default if None.
+    def choose(self, wanted: str | None, kind: str, number: int | None = None) -> Device:
+        """The device of this number, or whose name holds this; the default if None. `number`: its input that is heard.
 
         Raises InputError for one that is not there or not the only one, DeviceError when there is none of this kind or
         it takes no rate.
@@ -72,7 +77,20 @@ class Devices:
             if len(fitting) != 1:
                 many = f"More than one {kind} device is named" if fitting else f"There is no {kind} device"
                 raise InputError(f"{many} {wanted!r}.", f"The {kind} devices: {listed}")
-        return self._checked(fitting[0], kind, listed)
+        most = int(fitting[0][f"max_{kind}_channels"])
+        if number is not None and number > most:
+            raise InputError(f"{fitting[0]['name']} has no input {number}: --input-channel is at most {most}.")
+        return self._checked(fitting[0], kind, listed, number)
+
+    def again(self, device: Device) -> Device:
+        """A device that was there before, looked for anew. Raises DeviceError when it is not; no stream may be open."""
+        with self.naming(device):
+            self._library._terminate()  # the list of devices is made once, at the start of the library
+            self._library._initialize()
+        for found in self._all():
+            if found["name"] == device.name and found[f"max_{device.kind}_channels"] >= device.channels:
+                return replace(device, index=int(found["index"]))
+        raise DeviceError(f"The {KINDS[device.kind]} {device.name} is not there.")
 
     def open(self, device: Device, callback: Callable[..., None]) -> Any:
         """Its stream of float32 blocks (frames, channels), not started. Raises DeviceError."""
@@ -94,13 +112,17 @@ class Devices:
         """Index of the default device, -1 if there is none."""
         return int(self._library.default.device[list(KINDS).index(kind)])
 
-    def _checked(self, found: Any, kind: str, listed: str) -> Device:
+    def _checked(self, found: Any, kind: str, listed: str, number: int | None) -> Device:
         check = getattr(self._library, f"check_{kind}_settings")
-        channels = dict.fromkeys((1, min(2, int(found[f"max_{kind}_channels"]))))
+        most = int(found[f"max_{kind}_channels"])
+        channels = dict.fromkeys((1, min(2, most)))
+        if kind == "input":  # all, since nobody knows on which a microphone is
+            few = (1, min(2, most)) if number is None else (number,)
+            channels = dict.fromkeys((min(most, max(MOST_INPUTS, number or 1)), *few))
         refusals = []
         for rate_hz in dict.fromkeys((_rate(found), *OTHER_RATES_HZ)):
             for count in channels:
-                device = Device(int(found["index"]), str(found["name"]), kind, rate_hz, count)
+                device = Device(int(found["index"]), str(found["name"]), kind, rate_hz, count, number)
                 try:
                     check(**_settings(device))
                 except self._library.PortAudioError as fault:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from mlx_voicechat.errors import DeviceError
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.02  # between two looks at what the microphone brought
 HEARD_SECONDS = 1.0  # after which a microphone that brings only silence is spoken of
 STOPPED_SECONDS = 3.0  # without a sample: the microphone has stopped
+RETURN_SECONDS = 10.0  # that a device which has stopped is waited for
+RETRY_SECONDS = 0.5  # between two looks for it
 SILENT_PEAK = 3e-4  # -70 dB: less than the noise of an open microphone
 BEHIND_SECONDS = 1.0  # a backlog that is spoken of, and again whenever it has doubled
 STALLED_SECONDS = 2.0  # without a sample played: what is left at the end is given up
@@ -58,23 +60,19 @@ class LiveConversation(Conversation):
         self._make_canceller = canceller
         self._canceller: EchoCanceller | None = None
         self._duration, self._half_duplex = duration, half_duplex
-        self._stopping = self._said_loss = self._said_bad = self._judged = False
+        self._stopping = self._said_loss = self._said_bad = self._said_input = self._judged = False
         self._announced = BEHIND_SECONDS / 2
         self._stopped: DeviceError | None = None
 
     @contextmanager
     def opened(self, wire: Wire) -> Iterator[None]:
         """Open both devices for the time of the block. Raises DeviceError."""
-        self._capture = Capture(self._microphone.rate_hz, wire.input_rate_hz)
+        self._capture = Capture(self._microphone.rate_hz, wire.input_rate_hz, self._microphone.number)
         self._playback = Playback(wire.output_rate_hz, self._loudspeaker.rate_hz, wire.frame_seconds)
         self._streams: list[Any] = []
         self._model, self._input_hz = wire.model, wire.input_rate_hz
         try:
-            pairs = ((self._loudspeaker, self._playback.fill), (self._microphone, self._capture.hear))
-            for device, callback in pairs:
-                self._streams.append(self._devices.open(device, callback))
-                with self._devices.naming(device):
-                    self._streams[-1].start()
+            self._start_streams()
             if self._make_canceller:
                 delay_ms = round(1000 * sum(float(stream.latency) for stream in self._streams))
                 self._canceller = self._make_canceller(wire.input_rate_hz, self._loudspeaker.rate_hz, delay_ms)
@@ -82,8 +80,18 @@ class LiveConversation(Conversation):
             self._say(f"{self._microphone.name} listens, {self._loudspeaker.name} speaks; Ctrl-C ends.")
             yield
         finally:
-            for stream in self._streams:
-                stream.close()  # at once: what is still to be played was waited for
+            self._close_streams()  # at once: what is still to be played was waited for
+
+    def _start_streams(self) -> None:
+        self._streams = []
+        for device, callback in ((self._loudspeaker, self._playback.fill), (self._microphone, self._capture.hear)):
+            self._streams.append(self._devices.open(device, callback))
+            with self._devices.naming(device):
+                self._streams[-1].start()
+
+    def _close_streams(self) -> None:
+        for stream in self._streams:
+            stream.close()
 
     def fail_if_cut_short(self, kept: Path | None = None) -> None:
         """As every conversation, and raise DeviceError for a device that stopped."""
@@ -116,7 +124,7 @@ class LiveConversation(Conversation):
         self._last_sample = asyncio.get_running_loop().time()
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            ending = self._stopping or self._silent_for_good()
+            ending = self._stopping or (self._has_stopped() and not await self._taken_again())
             samples = self._hear(ending)
             if left is not None:
                 samples = samples[:left]
@@ -193,7 +201,28 @@ class LiveConversation(Conversation):
                 more = f" {smaller_checkpoint(self._model, self._here)}" if first else ""
                 self._say(f"the model is {behind:.1f} s behind: answers come that much later.{more}")
 
-    def _silent_for_good(self) -> bool:
+    async def _taken_again(self) -> bool:
+        """Wait for a device that has stopped, and open both anew; False when it does not come back."""
+        assert self._stopped
+        clock = asyncio.get_running_loop().time
+        until = clock() + RETURN_SECONDS
+        self._say(f"{self._stopped.message} It is waited for; Ctrl-C ends.")
+        self._close_streams()
+        while clock() < until and not self._stopping:
+            await asyncio.sleep(min(RETRY_SECONDS, RETURN_SECONDS))
+            with suppress(DeviceError):
+                self._microphone, self._loudspeaker = map(self._devices.again, (self._microphone, self._loudspeaker))
+                try:
+                    self._start_streams()
+                except DeviceError:
+                    self._close_streams()
+                    raise
+                self._last_sample, self._matched, self._stopped = clock(), False, None
+                self._say(f"{self._microphone.name} listens again, {self._loudspeaker.name} speaks.")
+                return True
+        return False
+
+    def _has_stopped(self) -> bool:
         """Whether the microphone or the loudspeaker has stopped: unplugged, say."""
         now = asyncio.get_running_loop().time()
         if self._capture.waiting_seconds:
@@ -216,6 +245,12 @@ class LiveConversation(Conversation):
         if not self._said_bad and self._capture.bad:
             self._said_bad = True
             self._say(f"{self._microphone.name} brings samples that are no numbers: they are heard as silence.")
+        inputs, count = self._capture.inputs, self._microphone.channels
+        if not self._said_input and inputs.settled and self._microphone.number is None:
+            self._said_input = True
+            if inputs.number > 1 or count > 2:
+                which = f"{self._microphone.name}: input {inputs.number} of {count} is heard"
+                self._say(f"{which}; --input-channel takes another.")
         if self._judged or self._capture.seconds < HEARD_SECONDS:
             return
         self._judged = True

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -57,7 +57,8 @@ HALF_DUPLEX = "half duplex: while the assistant speaks the microphone is off, an
 OF_THE_FILE = ("extra_decoding_seconds", "fast")
 OF_THE_CANCELLER = ("noise_suppression", "auto_gain")
 OF_THE_MICROPHONE = (
-    *("duration", "half_duplex", "push_to_talk", "input_device", "output_device", "echo_cancellation"),
+    *("duration", "half_duplex", "push_to_talk", "input_device", "input_channel", "output_device"),
+    "echo_cancellation",
     *OF_THE_CANCELLER,
 )
 OF_OUR_PROTOCOL = ("seed", "fast", "push_to_talk")
@@ -66,6 +67,10 @@ OF_THE_MODEL = ("model", "voice", "speech_weights", "kv_cache", "compiled", *TOO
 # Options of this command alone
 File = Annotated[str | None, Option(metavar="PATH", help="Say a recording, not what the microphone hears; - is stdin.")]
 InputDevice = Annotated[str | None, Option(metavar="NAME", help="The microphone: its number, or a part of its name.")]
+InputChannel = Annotated[
+    int | None,
+    Option(metavar="N", min=1, help="The input of the microphone's device, from 1; the one with sound if absent."),
+]
 OutputDevice = Annotated[str | None, Option(metavar="NAME", help="The loudspeaker: its number, or a part of its name.")]
 Duration = Annotated[
     float | None, Option(metavar="SECONDS", callback=positive_seconds, help="Close the microphone after so long.")
@@ -109,6 +114,7 @@ def talk(
     seed: Seed = SessionOptions.seed,
     list_devices: Annotated[bool, Option("--list-devices", help="List microphones and loudspeakers.")] = False,
     input_device: InputDevice = None,
+    input_channel: InputChannel = None,
     output_device: OutputDevice = None,
     duration: Duration = None,
     half_duplex: HalfDuplex = False,
@@ -151,10 +157,7 @@ def talk(
         _refuse(context, OF_THE_MODEL, "is for a model that runs here, and does not go with --url")
     _check_protocol(context, protocol, url, typed, file)
     if list_devices:
-        from .devices import Devices
-
-        Output().write("\n".join(Devices().listing()) + "\n")
-        return
+        return _list_devices()
     targets = Targets(output_audio)
     targets.check(file or "-", "--file")
 
@@ -175,7 +178,8 @@ def talk(
         if file is None:
             make = _canceller(echo_cancellation, noise_suppression, auto_gain)
             kind = _kind(protocol, typed, push_to_talk)
-            conversation = _live(client, kind, input_device, output_device, duration, half_duplex, url is None, make)
+            devices = _devices(input_device, input_channel, output_device)
+            conversation = _live(client, kind, devices, duration, half_duplex, url is None, make)
         else:
             conversation = _recorded(files, file, max_seconds, extra_decoding_seconds, fast)
         if url is None:
@@ -190,6 +194,12 @@ def talk(
                 wait_for_tools=fast,
             )
         client.hold(conversation, url, api_key)
+
+
+def _list_devices() -> None:
+    from .devices import Devices
+
+    Output().write("\n".join(Devices().listing()) + "\n")
 
 
 def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
@@ -255,26 +265,27 @@ def _kind(protocol: str, typed: bool, push_to_talk: bool) -> Callable[..., LiveC
     return KeyedTurns
 
 
+def _devices(input_device: str | None, input_channel: int | None, output_device: str | None) -> tuple[Any, ...]:
+    """What knows the devices, the microphone, the loudspeaker."""
+    from .devices import Devices
+
+    devices = Devices()
+    return devices, devices.choose(input_device, "input", input_channel), devices.choose(output_device, "output")
+
+
 def _live(
     client: TalkClient,
     kind: Callable[..., LiveConversation],
-    input_device: str | None,
-    output_device: str | None,
+    devices: tuple[Any, ...],
     duration: float | None,
     half: bool,
     here: bool,
     canceller: MakeCanceller | None,
 ) -> Conversation:
-    from .devices import Devices
-
-    devices = Devices()
-    microphone, loudspeaker = devices.choose(input_device, "input"), devices.choose(output_device, "output")
     if half:
         note(HALF_DUPLEX)
     return kind(
-        devices,
-        microphone,
-        loudspeaker,
+        *devices,
         client.say,
         duration=duration,
         half_duplex=half,

@@ -192,7 +192,7 @@ class DuplexSession(OpenAISession):
         """What the first update will say, for `session.created`, which comes before its answer."""
         with suppress(Wrong):
             self.config = self.config.updated(session)
-            self._listen_as_configured()
+            self.ear.configure(self.config.turn_detection)
 
     def hinted(self, is_speech: bool) -> None:
         """The client says whether the user speaks."""

@@ -32,12 +32,12 @@ from mlx_voicechat.sound.pcm import Samples
 
 from . import messages
 from .connection import FAILED, NORMAL
-from .detector import Activity, SpeechDetector
+from .detector import Activity
 from .engine import Engine, Slot
 from .items import Items, new_id
 from .openai_config import SERVER_VAD, SessionConfig
 from .openai_events import ServerEvent, error_fields, server_event
-from .openai_input import Ear, Utterances
+from .openai_input import Ear, Recent, Utterances
 from .openai_prompt import Prompt
 from .openai_responses import Response
 from .settings import ServerSettings
@@ -69,7 +69,7 @@ class OpenAISession:
         self.config = self._first_config()
         self.items = Items()
         self.ear = Ear(self._hear, self._activity)
-        self.prompt = Prompt(self.put, self._updated, self.items, settings)
+        self.prompt = Prompt(self.put, self._updated, self.items, settings, self._under_way)
         self.prompt.first(self.config)
         self.utterances = Utterances(self.emit, self.items, beta, self._unanswered)
         self.response: Response | None = None
@@ -84,6 +84,7 @@ class OpenAISession:
         self.ended = False
         self._send, self._close = send, close
         self._decoder: Decoder | None = None
+        self._recent = Recent()
         self._slot: Slot | None = None
         self._typing = False  # what the model hears now was typed
         self._dropping = False  # the agent's turn was interrupted, and has not ended
@@ -106,7 +107,7 @@ class OpenAISession:
             return False
         self._task = self.loop.create_task(self.ear.run())
         self._task.add_done_callback(self._ear_ended)
-        self._listen_as_configured()
+        self.ear.configure(self.config.turn_detection)
         return True
 
     def greet(self) -> None:
@@ -201,19 +202,8 @@ class OpenAISession:
         if config.input_format != before.input_format:
             self._decoder = None
         if config.turn_detection != before.turn_detection:
-            self._listen_as_configured()
+            self.ear.configure(self.config.turn_detection)
         self.prompt.update(config, self.session_object(), self._idle)
-
-    def _listen_as_configured(self) -> None:
-        turn = self.config.turn_detection
-        if turn is None:
-            self.ear.detector = None
-            return
-        values = [turn.get(key, SERVER_VAD[key]) for key in ("threshold", "prefix_padding_ms", "silence_duration_ms")]
-        if self.ear.detector is None:
-            self.ear.detector = SpeechDetector(*values)
-        else:
-            self.ear.detector.configure(*values)
 
     # -- audio ---------------------------------------------------------------------------------------------------
 
@@ -232,6 +222,11 @@ class OpenAISession:
     def _hear(self, samples: bytes) -> None:
         if samples:
             self.put(messages.Append(samples))
+            self._recent.hear(samples, self.utterances.current is not None)
+
+    def _under_way(self) -> bytes:
+        """The audio of the utterance that the model was about to answer."""
+        return b"" if self.utterances.current is None else self._recent.again()
 
     def _activity(self, activity: Activity) -> None:
         if activity.kind == "stopped":
@@ -292,6 +287,7 @@ class OpenAISession:
         """A new response; all of its question comes first."""
         self.prompt.touched = True
         self.utterances.answered(self.ear.heard_ms)
+        self._recent.clear()
         if self.ear.detector is not None and self.ear.detector.speaking:
             self.ear.forget()
         metadata, self.wanted = self.wanted, None
@@ -325,6 +321,7 @@ class OpenAISession:
             handle(self, event)
 
     def _opened(self, _: messages.Opened) -> None:
+        self.utterances.repeat()
         self.prompt.opened()
 
     def _opening_failed(self, event: messages.OpeningFailed) -> None:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from .detector import RATE_HZ, Activity, SpeechDetector, detect, end
 from .items import Item, Items, new_id, user_audio
+from .openai_config import SERVER_VAD
 from .openai_events import Emit
 
 PIECE_SAMPLES = RATE_HZ // 2  # of a long append at once: others' audio comes between
+RECENT_SECONDS, PREFIX_SECONDS = 30.0, 1.0  # of an utterance that may be heard again, and before it
 QUIET_FRAMES = 12  # without more text, after which an utterance's transcript is complete
 
 Work = Callable[[], Awaitable[None]]
@@ -37,6 +40,17 @@ class Ear:
         self._waiting: deque[np.ndarray | Work] = deque()
         self._unheard_ms = 0
         self._filled = asyncio.Event()
+
+    def configure(self, turn: Mapping[str, Any] | None) -> None:
+        """Detect speech as a `turn_detection` has it, or not at all."""
+        if turn is None:
+            self.detector = None
+            return
+        values = [turn.get(key, SERVER_VAD[key]) for key in ("threshold", "prefix_padding_ms", "silence_duration_ms")]
+        if self.detector is None:
+            self.detector = SpeechDetector(*values)
+        else:
+            self.detector.configure(*values)
 
     def audio(self, samples: np.ndarray) -> None:
         """Samples (S,) of any length."""
@@ -100,6 +114,31 @@ class Ear:
             self._tell(replace(activity, at_ms=max(0, activity.at_ms - self._unheard_ms)))
 
 
+class Recent:
+    """The audio of an utterance that is under way: a model that is opened anew meanwhile hears it again."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[bytes] = deque()
+        self._bytes = 0
+
+    def hear(self, samples: bytes, within: bool) -> None:
+        """More audio (float32); `within` an utterance all of it is kept, else what may be the beginning of one."""
+        self._pieces.append(samples)
+        self._bytes += len(samples)
+        most = RECENT_SECONDS if within else PREFIX_SECONDS
+        while self._bytes > most * RATE_HZ * 4 and len(self._pieces) > 1:
+            self._bytes -= len(self._pieces.popleft())
+
+    def again(self) -> bytes:
+        """All of it."""
+        return b"".join(self._pieces)
+
+    def clear(self) -> None:
+        """The utterance is answered."""
+        self._pieces.clear()
+        self._bytes = 0
+
+
 @dataclass
 class Utterance:
     """What the user says before one answer; its item is in the conversation once it is `sealed`."""
@@ -111,6 +150,7 @@ class Utterance:
     text: str = ""
     seconds: float = 0.0
     quiet_frames: int = 0
+    repeated: int = 0  # characters of the transcript that come again
 
 
 class Utterances:
@@ -164,10 +204,18 @@ class Utterances:
     def heard(self, delta: str) -> None:
         """The model understood more."""
         one = self._current()
+        again = min(one.repeated, len(delta))
+        one.repeated -= again
+        delta = delta[again:]
         one.text += delta
         one.quiet_frames = 0
         if one.sealed and delta:
             self._delta(one, delta)
+
+    def repeat(self) -> None:
+        """The model hears the utterance again from its beginning."""
+        if self.current is not None:
+            self.current.repeated, self.current.quiet_frames = len(self.current.text), 0
 
     def frame(self) -> None:
         """A frame passed."""

@@ -2,7 +2,7 @@
 
 It is opened a short while after an update, or at the first audio or request for a response. What changes later waits
 for the end of a response; the conversation so far goes into the new prompt, and `session.updated` is said when it is
-in force.
+in force. An utterance that is under way is heard again from its beginning: `under_way` gives its audio.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ class Prompt:
         updated: Callable[[dict[str, Any]], None],
         items: Items,
         settings: ServerSettings,
+        under_way: Callable[[], bytes],
     ) -> None:
         self.touched = False  # something was heard or said
         self.operators = False  # the tools are the server's own: the client brought none
         self._put, self._updated, self._items, self._settings = put, updated, items, settings
+        self._under_way = under_way
         self._config: SessionConfig | None = None  # what the model was opened with, or will be
         self._begun = False
         self._waits = False  # a change waits for the end of a response
@@ -70,7 +72,12 @@ class Prompt:
         if self._waits:
             self._waits = False
             turns = self._items.history() if self.touched else []
+            audio = self._under_way()
+            if audio:
+                self._put(messages.Clear())
             self._open(tuple(f"{NAMES[role]}: {text}" for role, text in turns))
+            if audio:
+                self._put(messages.Append(audio))
 
     def opened(self) -> None:
         """The model has read it."""

@@ -65,8 +65,8 @@ class Socket(WebSocketsSansIOProtocol):
 
     def allow_messages(self, size_bytes: int) -> None:
         """Take messages as large as this from now on."""
-        limit = "max_message_size" if hasattr(self.conn, "max_message_size") else "max_size"  # websockets 16, 15
-        setattr(self.conn, limit, size_bytes)
+        name = "max_message_size" if hasattr(self.conn, "max_message_size") else "max_size"  # before websockets 16
+        setattr(self.conn, name, size_bytes)
 
     @property
     def blocked(self) -> bool:

@@ -100,7 +100,6 @@ REJECTIONS = (
     "empty_text",
     "text_too_long",
 )
-DISPOSITIONS = ("completed", "cancelled", "replaced", "error")
 
 # Why a response ended -> its status.
 STATUSES: dict[str, str] = {

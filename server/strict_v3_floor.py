@@ -255,7 +255,8 @@ class Floor:
         while self.calls.waiting:
             call = self.calls.waiting.popleft()
             if call.failure:
-                self.response.fail_call(self._wire, call.call_id, call.failure)
+                if not call.ours:
+                    self.response.fail_call(self._wire, call.call_id, call.failure)
                 continue
             self.calls.open, self.calls.ticks = call, 0
             call.deadline = self._host.now() + self._wire.terms.function_seconds

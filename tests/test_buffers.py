@@ -100,6 +100,40 @@ def test_a_microphone_without_room() -> None:
     assert capture.take().tolist() == [1] * 5
 
 
+def inputs(*levels: float, frames: int = 160) -> np.ndarray:
+    """A block with a tone of these levels on its inputs."""
+    return np.outer(np.sin(np.arange(frames)), levels).astype(np.float32)
+
+
+def test_the_input_with_sound_is_heard() -> None:
+    capture = Capture(16000, 16000)
+    for _ in range(50):
+        capture.hear(inputs(1e-4, 1e-4, 0, 1e-4), 160, None, FINE)
+    assert not capture.inputs.settled
+    assert np.abs(capture.take()).max() < 2e-4
+    for _ in range(20):
+        capture.hear(inputs(1e-4, 1e-4, 0.3, 1e-4), 160, None, FINE)
+    assert (capture.inputs.number, capture.inputs.settled) == (3, True)
+    heard = capture.take()
+    np.testing.assert_array_equal(heard, np.tile(inputs(0.3)[:, 0], 20))  # from the first block on
+    for _ in range(100):
+        capture.hear(inputs(0.9, 0, 0.1, 0), 160, None, FINE)
+    np.testing.assert_array_equal(capture.take(), np.tile(inputs(0.1)[:, 0], 100))  # and it stays
+
+
+def test_an_input_that_was_asked_for_is_heard() -> None:
+    capture = Capture(16000, 16000, number=2)
+    assert capture.inputs.settled
+    capture.hear(inputs(0.9, 0.2), 160, None, FINE)
+    np.testing.assert_array_equal(capture.take(), inputs(0.2)[:, 0])
+
+
+def test_an_input_of_no_numbers_is_not_the_one_with_sound() -> None:
+    capture = Capture(16000, 16000)
+    capture.hear(inputs(np.nan, 0.2), 160, None, FINE)
+    np.testing.assert_array_equal(capture.take(), inputs(0.2)[:, 0])
+
+
 @pytest.fixture
 def playback() -> Playback:
     """At the model's own rate."""

@@ -470,6 +470,27 @@ def test_other_instructions_in_a_conversation_carry_it_over() -> None:
     assert statuses(scene(body)) == ["completed", "completed"]
 
 
+@pytest.mark.parametrize("turn_detection", [{"type": "server_vad"}, None])
+def test_other_instructions_in_the_middle_of_a_question(turn_detection: Any) -> None:
+    async def body(client: Client, engine: VirtualEngine) -> None:
+        client.send(update(instructions="One.", turn_detection=turn_detection))
+        await asyncio.sleep(1)
+        for piece in range(8):
+            client.send(said(0.1))
+            await asyncio.sleep(0.1)
+            if piece == 5:
+                client.send(update(instructions="Two."))
+        if turn_detection is None:
+            client.send(COMMIT, CREATE)
+        await client.until("response.done")
+        assert [options["system_prompt"] for options in engine.model.opened] == ["One.", "Two."]
+
+    client = scene(body)
+    (completed,) = client.of("conversation.item.input_audio_transcription.completed")
+    assert completed["transcript"].split() == [f"w{n}" for n in range(1, 11)]
+    assert statuses(client) == ["completed"]
+
+
 def test_the_old_of_a_long_conversation_is_not_carried_over() -> None:
     from mlx_voicechat.server.opening import prompt_with
 

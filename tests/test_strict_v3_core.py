@@ -730,6 +730,14 @@ def test_the_server_s_own_tools_are_not_the_client_s() -> None:
     assert made.kinds[-1] == COMPLETE
 
 
+def test_a_failed_call_of_the_server_s_own_tools_is_not_told() -> None:
+    made = session(Answer(calls=(Call(fails="malformed"),)), default_tools=(WEATHER,))
+    made.turn(1)
+    made.wait(3)
+    assert made.of(FAILED) == []
+    assert made.kinds[-1] == COMPLETE
+
+
 # Typed text
 
 

@@ -50,6 +50,9 @@ class Sound:
     opening: str = ""  # why a stream cannot be opened
     unplugged_after: float | None = None  # seconds of sound until the microphone stops
     loudspeaker_gone_after: float | None = None  # the same of the loudspeaker
+    back_after: float | None = None  # seconds until what stopped is there again, for good; None for never
+    inputs: list[int] | None = None  # channels, from 0, on which the microphone's sound comes; None for all
+    stopped: dict[str, float] = field(default_factory=dict)  # input or output -> when it stopped
     flags: dict[str, bool] = field(default_factory=dict)
     default_devices: tuple[int, int] = (0, 1)
     streams: list[Stream] = field(default_factory=list)
@@ -70,7 +73,18 @@ class Sound:
         return np.concatenate([block[:, 0] for block in self.heard])
 
     def query_devices(self) -> list[dict[str, Any]]:
-        return self.devices
+        return [device for device in self.devices if not any(map(self._is_gone, _kinds(device)))]
+
+    def _terminate(self) -> None:
+        assert not any(stream.open for stream in self.streams)
+
+    def _initialize(self) -> None:
+        pass
+
+    def _is_gone(self, kind: str) -> bool:
+        if kind not in self.stopped:
+            return False
+        return self.back_after is None or time.monotonic() < self.stopped[kind] + self.back_after
 
     def check_input_settings(self, device: int, channels: int, dtype: str, samplerate: int) -> None:
         self._check(samplerate, channels)
@@ -91,9 +105,11 @@ class Sound:
         self._check(samplerate, channels)
         assert self.devices[device][f"max_{kind}_channels"] >= channels
         assert dtype == "float32"
+        if self._is_gone(kind):
+            raise PortAudioError("Device unavailable", -9985)
         if self.opening:
             raise PortAudioError(self.opening, -9996)
-        stream = Stream(self, kind, samplerate, channels, callback)
+        stream = Stream(self, kind, device, samplerate, channels, callback)
         self.streams.append(stream)
         return stream
 
@@ -103,10 +119,13 @@ class Stream:
 
     latency = 0.01
 
-    def __init__(self, sound: Sound, kind: str, rate_hz: int, channels: int, callback: Any) -> None:
-        self.rate_hz, self.channels = rate_hz, channels
+    def __init__(self, sound: Sound, kind: str, device: int, rate_hz: int, channels: int, callback: Any) -> None:
+        self.device, self.rate_hz, self.channels = device, rate_hz, channels
         self._sound, self._kind, self._callback = sound, kind, callback
         self._ending = threading.Event()
+        self._offset = sum(stream.ticks for stream in sound.streams if stream._kind == kind)  # of streams before it
+        self.ticks = 0
+        self.open = True
         self._thread = threading.Thread(target=self._run)
 
     @property
@@ -118,7 +137,9 @@ class Stream:
 
     def close(self) -> None:
         self._ending.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.open = False
 
     def _returned(self, tick: int) -> np.ndarray:
         """What the loudspeaker gave to the room a block earlier; both have one clock, however late a thread is."""
@@ -137,22 +158,34 @@ class Stream:
         while not self._ending.wait(max(0.0, started + tick * TICK_SECONDS / self._sound.speed - time.monotonic())):
             block = np.zeros((frames, self.channels), np.float32)
             if self._kind == "input":
-                part = self._sound.hears[tick * frames : (tick + 1) * frames]
-                block[: len(part)] = part[:, None]
+                heard = tick + self._offset
+                part = self._sound.hears[heard * frames : (heard + 1) * frames]
+                block[: len(part), self._sound.inputs or slice(None)] = part[:, None]
                 if self._sound.room:
                     block += self._returned(tick)[:, None]
                 self._callback(block, frames, None, flags)
-                if self._sound.unplugged_after is not None and tick * TICK_SECONDS >= self._sound.unplugged_after:
+                if self._stops(self._sound.unplugged_after, tick):
                     return
             else:
                 self._callback(block, frames, None, flags)
                 self._sound.heard.append(block)
                 if self._sound.room:
                     self._sound.returned.append(self._sound.room(block[:, 0]))
-                gone = self._sound.loudspeaker_gone_after
-                if gone is not None and tick * TICK_SECONDS >= gone:
+                if self._stops(self._sound.loudspeaker_gone_after, tick):
                     return
             tick += 1
+            self.ticks = tick
+
+    def _stops(self, after: float | None, tick: int) -> bool:
+        """Whether the device is pulled now; once in a test."""
+        if after is None or self._kind in self._sound.stopped or tick * TICK_SECONDS < after:
+            return False
+        self._sound.stopped[self._kind] = time.monotonic()
+        return True
+
+
+def _kinds(device: dict[str, Any]) -> list[str]:
+    return [kind for kind in ("input", "output") if device[f"max_{kind}_channels"]]
 
 
 def install(monkeypatch: Any, **how: Any) -> Sound:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_voicechat.server import detector, messages, openai, openai_input
+from mlx_voicechat.server import detector, messages, openai_input
 from mlx_voicechat.server.detector import STEP_SAMPLES, Activity, SpeechDetector
 from mlx_voicechat.server.duplex import DuplexSession
 from mlx_voicechat.server.duplex_messages import DUPLEX_HANDLERS
@@ -246,7 +246,7 @@ def quick_detector(monkeypatch: pytest.MonkeyPatch) -> None:
     async def detect(one: SpeechDetector, samples: np.ndarray) -> list[Activity]:
         return one.push(samples)
 
-    monkeypatch.setattr(openai, "SpeechDetector", lambda *values: SpeechDetector(*values, probability=loudness))
+    monkeypatch.setattr(openai_input, "SpeechDetector", lambda *values: SpeechDetector(*values, probability=loudness))
     monkeypatch.setattr(openai_input, "detect", detect)
     monkeypatch.setattr(openai_input, "end", SpeechDetector.end)
     assert detector.RATE_HZ == 16_000
