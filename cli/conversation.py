@@ -24,10 +24,15 @@ if TYPE_CHECKING:
     from .client import Notice, Wire
 
 
-def _failed(task: asyncio.Task[None]) -> bool:
-    """Whether it ended by a fault that the server does not tell of."""
-    fault = None if task.cancelled() else task.exception()
-    return fault is not None and not isinstance(fault, ServerError)
+ANSWER_SECONDS = 5.0  # for the server's answer to the cancellation of a damaged recording
+
+
+def _patience(sender: asyncio.Task[None]) -> float | None:
+    """Seconds to listen on behind a sender that has ended: None to the end, 0 after a fault that nobody tells of."""
+    fault = None if sender.cancelled() else sender.exception()
+    if isinstance(fault, AudioError):
+        return ANSWER_SECONDS
+    return None if fault is None or isinstance(fault, ServerError) else 0.0
 
 
 class Conversation:
@@ -63,8 +68,8 @@ class Conversation:
         try:
             with self._interruptible(wire, sender, listener):
                 await asyncio.wait({listener, sender}, return_when=asyncio.FIRST_COMPLETED)
-                if not listener.done() and not _failed(sender):
-                    await asyncio.wait({listener})
+                if not listener.done():
+                    await asyncio.wait({listener}, timeout=_patience(sender))
         finally:
             sender.cancel()
             listener.cancel()

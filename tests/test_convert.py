@@ -345,7 +345,7 @@ def test_sources_and_tokenizers_that_are_none(original: Path, tmp_path: Path) ->
         (lambda: open_source("nowhere"), "no folder nowhere"),
         (lambda: open_source(str(original), tokenizer="nowhere"), "no folder nowhere"),
         (lambda: open_source(str(original), tokenizer=str(assets.TINY)), "text_config.hidden_size is 144"),
-        (lambda: open_source(str(GOLDEN / "tiny-f32"), tokenizer=str(assets.TINY)), "448 tokens"),
+        (lambda: open_source(str(GOLDEN / "tiny-f32"), tokenizer=str(assets.TINY)), "768 tokens"),
         (lambda: open_source(str(original), revision="main"), "a folder has no revisions"),
         (lambda: open_source(str(GOLDEN / "tiny-f32"), tokenizer_revision="main"), "needs --tokenizer"),
     ]
