@@ -283,6 +283,7 @@ def test_two_dialects_at_once(server: RunningServer) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("hurried")
 def test_six_hundred_seconds_of_turns() -> None:
     """Of audio heard and spoken, without growth."""
