@@ -73,7 +73,7 @@ async def connect(url: str, api_key: str = "", say: Callable[[str], object] | No
 
 
 class Wire(Protocol):
-    """What a dialogue needs of a connection, whatever dialect it speaks; `MlxcelWire` says what each means."""
+    """What a conversation needs of a connection, whatever dialect it speaks; `MlxcelWire` says what each means."""
 
     model: str
     tools: tuple[str, ...]

@@ -11,7 +11,7 @@ from .strict_v3_codes import RECOVERY_FRAMES, Refused
 
 
 @dataclass
-class Call:
+class PendingCall:
     """One call. `ours` is answered by a tool of the server, and the client does not hear of it."""
 
     call_id: str
@@ -29,8 +29,8 @@ class Calls:
     """The calls of one cycle: the open one, and those of the same list that wait behind it."""
 
     def __init__(self) -> None:
-        self.open: Call | None = None
-        self.waiting: deque[Call] = deque()
+        self.open: PendingCall | None = None
+        self.waiting: deque[PendingCall] = deque()
         self.frame_index = -1
         self.ticks = 0
 
@@ -40,7 +40,7 @@ class Calls:
         call = self.open
         return None if call is None or call.given or call.failed or call.ours else call.deadline
 
-    def require(self, call_id: str) -> Call:
+    def require(self, call_id: str) -> PendingCall:
         """The open call that this is a result of. Raises Refused."""
         call = self.open
         if call is None or call.ours or call.call_id != call_id:

@@ -20,7 +20,7 @@ from mlx_voicechat.events import (
 )
 
 from .strict_v3_codes import NORMAL, SIGN_SECONDS, Refused
-from .strict_v3_events import CLIENT_TURNS, Terms, Wire
+from .strict_v3_events import CLIENT_TURNS, EventWriter, Terms
 from .strict_v3_floor import Floor
 from .strict_v3_jobs import FED_FRAMES, Job, Jobs
 from .strict_v3_messages import (
@@ -69,7 +69,7 @@ class StrictV3:
     )
 
     def __init__(self, terms: Terms, host: Host, session_id: str | None = None) -> None:
-        self.wire = Wire(terms, self._send, session_id)
+        self.wire = EventWriter(terms, self._send, session_id)
         self._sent_at = host.now()
         self.configured = self.ended = False
         self._terms, self._host = terms, host

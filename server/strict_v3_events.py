@@ -68,7 +68,7 @@ def _whole(seconds: float) -> float | int:
     return int(seconds) if seconds == int(seconds) else seconds
 
 
-class Wire:
+class EventWriter:
     """The outgoing side: every event gets its envelope and passes the table of the order."""
 
     def __init__(self, terms: Terms, send: Callable[[dict[str, Any]], None], session_id: str | None = None) -> None:

@@ -15,9 +15,9 @@ from mlx_voicechat.events import (
     TurnOpened,
 )
 
-from .strict_v3_calls import Call, Calls, arguments_text
+from .strict_v3_calls import Calls, PendingCall, arguments_text
 from .strict_v3_codes import BOS_FRAMES, MOST_CALLS, Refused
-from .strict_v3_events import SERVER_TURNS, FrameTimes, Wire, metrics
+from .strict_v3_events import SERVER_TURNS, EventWriter, FrameTimes, metrics
 from .strict_v3_order import CALL, IDLE, TURN_OPEN
 from .strict_v3_requests import BeginTurn, EndTurn, Give, Hear, Host, Mark, Refuse
 from .strict_v3_scopes import InputTurn, Response, turn_state
@@ -40,7 +40,7 @@ NO_OUTPUT = "function_call_output_timeout"
 class Floor:
     """Turns, responses and calls of one connection. What cannot go on raises Refused; `freed` says that more can."""
 
-    def __init__(self, wire: Wire, host: Host, freed: Callable[[], None]) -> None:
+    def __init__(self, wire: EventWriter, host: Host, freed: Callable[[], None]) -> None:
         self.frames = 0
         self.calls = Calls()
         self.turn: InputTurn | None = None  # the last that began
@@ -229,7 +229,7 @@ class Floor:
         if self.turn.calls > MOST_CALLS:
             self._loop_limit()
         self.calls.frame_index = event.frame_index
-        call = Call(event.call_id, event.name, arguments_text(event.arguments), self.ours)
+        call = PendingCall(event.call_id, event.name, arguments_text(event.arguments), self.ours)
         self.calls.waiting.append(call)
         if not self.held:
             self._next_call()
@@ -279,11 +279,11 @@ class Floor:
         if call is not None and call.call_id == event.call_id:
             self._fail_open(call, reason)
         else:
-            self.calls.waiting.append(Call(event.call_id, "", "", self.ours, failure=reason))
+            self.calls.waiting.append(PendingCall(event.call_id, "", "", self.ours, failure=reason))
             if call is None:
                 self._next_call()
 
-    def _fail_open(self, call: Call, reason: str) -> None:
+    def _fail_open(self, call: PendingCall, reason: str) -> None:
         if call.failed:
             return
         if reason == TIMED_OUT and not call.ours:

@@ -11,7 +11,7 @@ import numpy as np
 from mlx_voicechat.sound.pcm import pcm16
 
 from .strict_v3_codes import OUTPUT_RATE_HZ, STATUSES
-from .strict_v3_events import Wire
+from .strict_v3_events import EventWriter
 from .strict_v3_order import RESPONSE_OPEN, TURN_OPEN
 from .strict_v3_turns import Level
 
@@ -38,24 +38,24 @@ class InputTurn:
     def _marks(self) -> dict[str, Any]:
         return {"turn_id": self.turn_id, "source": self.source, "job_id": self.job_id}
 
-    def start(self, wire: Wire) -> None:
+    def start(self, wire: EventWriter) -> None:
         correlation = self.client_turn_id if self.job_id is None else self.job_id
         wire.emit("input_audio_buffer.speech_started", **self._marks(), correlation=correlation)
 
-    def hear(self, wire: Wire, delta: str) -> None:
+    def hear(self, wire: EventWriter, delta: str) -> None:
         delta = delta if self.transcript else delta.lstrip()
         if delta:
             self.transcript += delta
             wire.emit(f"{_TRANSCRIPT}.delta", **self._marks(), delta=delta, transcript=self.transcript)
 
-    def stop(self, wire: Wire) -> None:
+    def stop(self, wire: EventWriter) -> None:
         """The turn's last events; nothing where they were sent."""
         if wire.state in TURN_OPEN:
             wire.emit("input_audio_buffer.speech_stopped", **self._marks())
             empty = not self.transcript
             wire.emit(f"{_TRANSCRIPT}.completed", **self._marks(), transcript=self.transcript, empty=empty)
 
-    def acknowledge(self, wire: Wire, what: str, event_id: str) -> None:
+    def acknowledge(self, wire: EventWriter, what: str, event_id: str) -> None:
         """`what` is turn_started or committed."""
         ids = {"client_event_id": event_id, "client_turn_id": self.client_turn_id, "turn_id": self.turn_id}
         wire.emit(f"input_audio_buffer.{what}", **ids)
@@ -75,16 +75,16 @@ class Response:
     def _marks(self) -> dict[str, Any]:
         return {"turn_id": self.turn.turn_id, "response_id": self.response_id}
 
-    def create(self, wire: Wire) -> None:
+    def create(self, wire: EventWriter) -> None:
         wire.emit("response.created", **self._marks())
 
-    def say(self, wire: Wire, delta: str) -> None:
+    def say(self, wire: EventWriter, delta: str) -> None:
         delta = delta if self.text else delta.lstrip()
         if delta:
             self.text += delta
             wire.emit("response.output_text.delta", **self._marks(), delta=delta, text=self.text)
 
-    def sound(self, wire: Wire, samples: np.ndarray, level: Level) -> None:
+    def sound(self, wire: EventWriter, samples: np.ndarray, level: Level) -> None:
         """One frame of speech, float samples (S,)."""
         self._silent = self._silent + 1 if level.at_most(SILENT_DBFS) else 0
         if self.text and self._silent > SILENT_FRAMES:
@@ -94,14 +94,14 @@ class Response:
         form = {"encoding": "pcm16", "sample_rate": OUTPUT_RATE_HZ, "channels": 1}
         wire.emit("response.output_audio.delta", **self._marks(), delta=delta, **form)
 
-    def call(self, wire: Wire, call_id: str, name: str, arguments: str) -> None:
+    def call(self, wire: EventWriter, call_id: str, name: str, arguments: str) -> None:
         fields = {"call_id": call_id, "name": name, "arguments": arguments}
         wire.emit("response.function_call_arguments.done", **self._marks(), **fields)
 
-    def fail_call(self, wire: Wire, call_id: str, reason: str) -> None:
+    def fail_call(self, wire: EventWriter, call_id: str, reason: str) -> None:
         wire.emit("response.function_call.failed", **self._marks(), call_id=call_id, reason=reason)
 
-    def finish(self, wire: Wire, reason: str) -> None:
+    def finish(self, wire: EventWriter, reason: str) -> None:
         """The response's last events; nothing where they were sent."""
         if wire.state in RESPONSE_OPEN:
             wire.emit("response.output_text.done", **self._marks(), text=self.text, empty=not self.text)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .strict_v3_calls import Call
+from .strict_v3_calls import PendingCall
 from .strict_v3_codes import FRAME_BYTES
 from .strict_v3_scopes import InputTurn
 from .strict_v3_turns import Level
@@ -57,7 +57,7 @@ class Again:
 class Given:
     """The session took the result of a call."""
 
-    call: Call
+    call: PendingCall
 
 
 class Backlog:
