@@ -223,10 +223,10 @@ def test_bench_prints_tables_or_json(
         assert word in out
     assert run([*options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == measured[0]
-    assert asked[0][0] == ("somewhere", FRAMES)
-    assert (asked[0][1]["compile"], asked[0][1]["bandwidth_gbps"]) == (False, 100.0)
+    assert asked[0][0] == ("somewhere", FRAMES, LoadOptions(compile=False))
+    assert asked[0][1]["bandwidth_gbps"] == 100.0
     assert run(["bench", "somewhere", "--frames", str(FRAMES + 1)]) == 130  # it was stopped
-    assert asked[-1][1]["compile"] is True
+    assert asked[-1][0][2].compile is True
     assert f"interrupted after {FRAMES} of {FRAMES + 1} frames" in capsys.readouterr().err
 
 

@@ -226,7 +226,7 @@ def test_the_cache_knows_a_form_as_complete(form: str, tmp_path: Path, monkeypat
     (kept / "refs" / "main").write_text(COMMIT, encoding="ascii")
     (kept / "snapshots").mkdir()
     shutil.move(make("tiny-4bit", form, tmp_path / "made"), kept / "snapshots" / COMMIT)
-    assert diagnosis._held()["4bit"].state == "complete"
+    assert diagnosis._cached()["4bit"].state == "complete"
     assert hub_cache.look_up(hub_cache.PUBLISHED["4bit"]).revision == COMMIT
     same_answer(answer(hub_cache.snapshot(hub_cache.PUBLISHED["4bit"]) or Path()), base_answer("tiny-4bit"))
 
