@@ -24,17 +24,12 @@ from .strict_v3_core import StrictV3
 from .strict_v3_events import CLIENT_TURNS, Terms
 from .strict_v3_order import OutOfOrder
 from .strict_v3_requests import (
-    BeginTurn,
     Broken,
-    EndTurn,
-    Give,
     Hear,
     Limited,
     Mark,
     Open,
-    Opened,
     OpeningFailed,
-    Refuse,
     Request,
     ResultRefused,
 )
@@ -88,7 +83,7 @@ class StrictV3Connection(Connection):
         self._bos = self._call = False  # of the step that is being told
         self._told: dict[type, Any] = {
             messages.Relay: lambda relay: relay.event,
-            messages.Opened: lambda _: Opened(),
+            messages.Opened: lambda event: event,
             messages.OpeningFailed: lambda failed: OpeningFailed(failed.message),
             messages.ResultRefused: lambda refused: ResultRefused(refused.call_id, refused.message),
             messages.AppendRefused: lambda refused: Limited(refused.message),
@@ -172,14 +167,9 @@ class StrictV3Connection(Connection):
             return self._open(request)
         if isinstance(request, Hear):
             return messages.Append(samples_of(request.pcm).tobytes())
-        if isinstance(request, Give):
-            return messages.Give(request.call_id, request.result)
-        if isinstance(request, Refuse):
-            return messages.Refuse(request.call_id, request.why)
         if isinstance(request, Mark):
             return messages.Relay(request)
-        assert isinstance(request, BeginTurn | EndTurn)
-        return messages.BeginTurn() if isinstance(request, BeginTurn) else messages.EndTurn()
+        return request
 
     def _open(self, request: Open) -> messages.Open:
         return messages.Open(

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from .messages import BeginTurn, EndTurn, Give, Opened, OpeningFailed, Refuse
+
+__all__ = ["BeginTurn", "EndTurn", "Give", "Opened", "OpeningFailed", "Refuse"]
+
 
 @dataclass(frozen=True)
 class Open:
@@ -23,32 +27,6 @@ class Hear:
 
 
 @dataclass(frozen=True)
-class BeginTurn:
-    """Drive an open response to its end, then listen."""
-
-
-@dataclass(frozen=True)
-class EndTurn:
-    """Settle, then open the response."""
-
-
-@dataclass(frozen=True)
-class Give:
-    """The result of a call."""
-
-    call_id: str
-    result: str
-
-
-@dataclass(frozen=True)
-class Refuse:
-    """A call that gets an error for its result."""
-
-    call_id: str
-    why: str
-
-
-@dataclass(frozen=True)
 class Mark:
     """Comes back when all before it was done."""
 
@@ -56,18 +34,6 @@ class Mark:
 
 
 # What comes back, besides the session's own events, frames and marks
-
-
-@dataclass(frozen=True)
-class Opened:
-    """The session hears."""
-
-
-@dataclass(frozen=True)
-class OpeningFailed:
-    """The session could not be opened, and why."""
-
-    message: str
 
 
 @dataclass(frozen=True)
