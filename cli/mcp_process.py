@@ -14,7 +14,8 @@ from typing import Any
 from .child import Tail, exited, start, stop
 
 MAX_LINE_BYTES = 2**22  # of one message
-MOST_LINES = 1000  # in a second
+MOST_LINES = 1000  # in a second,
+LINES_AN_ANSWER = 10  # and for each message it was told, with what it logs of it
 LAST_SECONDS = 0.5  # for a process that closed its stdout to end
 
 
@@ -36,6 +37,7 @@ class Process:
         self.tail = Tail(program.env.values())
         self._program = program
         self._process: Any = None
+        self._lines = 0  # of this second
 
     @asynccontextmanager
     async def streams(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -74,7 +76,7 @@ class Process:
         from mcp.shared.message import SessionMessage
         from mcp_types import jsonrpc_message_adapter
 
-        loop, lines, since = asyncio.get_running_loop(), 0, 0.0
+        loop, since = asyncio.get_running_loop(), 0.0
         while True:
             try:
                 line = await self._process.stdout.readline()
@@ -83,15 +85,16 @@ class Process:
             if not line:
                 return await self._why_it_ended()
             if loop.time() - since > 1.0:
-                lines, since = 0, loop.time()
-            lines += 1
-            if lines > MOST_LINES:
+                self._lines, since = 0, loop.time()
+            self._lines += 1
+            if self._lines > MOST_LINES:
                 return f"sent more than {MOST_LINES:,} messages in a second"
             with suppress(ValueError):
                 await said.send(SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False)))
 
     async def _write(self, told: Any) -> None:
         async for message in told:
+            self._lines -= LINES_AN_ANSWER
             line = message.message.model_dump_json(by_alias=True, exclude_unset=True) + "\n"
             with suppress(ConnectionError):  # it has ended, which the reader finds out
                 self._process.stdin.write(line.encode())
