@@ -222,6 +222,19 @@ def test_it_opens_for_what_is_louder_over_80_ms() -> None:
     assert passing(gate, -20, -30, -60, 10) == [True] * 2 + [False] * 8
 
 
+def test_where_the_far_side_begins_a_burst_does_not_pass_and_a_speaker_does() -> None:
+    """A canceller that has not converged leaves bursts of up to 50 ms, at the first word and after pauses."""
+    gate = EchoGate()
+    for _ in range(2):
+        assert not any(
+            passing(gate, -20, -20, -60, 20) + passing(gate, -20, -20, -25, 5) + passing(gate, -20, -20, -60, 8)
+        )
+        assert passing(gate, -20, -20, -25, 20) == [False] * 5 + [True] * 15
+        passing(gate, -100, -60, -60, 30)
+    passing(gate, -20, -20, -60, 101)
+    assert all(passing(gate, -20, -20, -25, 5))
+
+
 def test_its_threshold_follows_what_is_left() -> None:
     gate = EchoGate()
     assert gate.threshold_dbfs == -40

@@ -11,6 +11,10 @@ const MARGIN_DB = 6; // of the threshold over the remains
 const TAKEN_DB = 12; // that the near side is below the far side where little but the remains is heard
 const RISE_DB = 0.04; // of the threshold in a block: it settles over the loudest fifth of the remains
 const FALL_DB = 0.01;
+const BEGINNING_BLOCKS = 100; // of a far side that begins: cancellers leave bursts of it
+const PAUSE_BLOCKS = 10; // before it
+const STEADY_BLOCKS = 6; // of the 80 ms that must be loud then: no burst, somebody speaks
+const STEADY_DB = 3; // how far under the threshold they may be
 
 /** What is played, between the playback, which adds, and the capture, which takes. */
 export class FarSide {
@@ -44,6 +48,7 @@ export class EchoGate {
   constructor(delayMs = 0) {
     this.hangBlocks = Math.floor((HANG_MS + delayMs) / 10);
     this.sinceFar = this.hangBlocks;
+    this.farBlocks = 0; // since it began
     this.far = new Window();
     this.left = new Window();
     this.thresholdDbfs = START_DBFS;
@@ -52,6 +57,7 @@ export class EchoGate {
   /** Energies of 10 ms of what is played and of what is left of the microphone: whether the latter is sent. */
   passes(far, left) {
     this.sinceFar = dbfs(far) > SOUNDING_DBFS ? 0 : this.sinceFar + 1;
+    this.farBlocks = this.sinceFar > PAUSE_BLOCKS ? 0 : this.farBlocks + 1;
     const played = this.far.level(far);
     const level = this.left.level(left);
     if (this.sinceFar > this.hangBlocks) return true;
@@ -59,7 +65,8 @@ export class EchoGate {
       const step = level + MARGIN_DB > this.thresholdDbfs ? RISE_DB : -FALL_DB;
       this.thresholdDbfs = Math.min(MOST_DBFS, Math.max(LEAST_DBFS, this.thresholdDbfs + step));
     }
-    return level >= this.thresholdDbfs;
+    const steady = this.left.above(this.thresholdDbfs - STEADY_DB) >= STEADY_BLOCKS;
+    return level >= this.thresholdDbfs && (steady || this.farBlocks > BEGINNING_BLOCKS);
   }
 }
 
@@ -74,6 +81,11 @@ class Window {
     this.energies[this.at] = energy;
     this.at = (this.at + 1) % WINDOW_BLOCKS;
     return dbfs(this.energies.reduce((sum, part) => sum + part, 0) / WINDOW_BLOCKS);
+  }
+
+  /** How many of its blocks are louder. */
+  above(levelDbfs) {
+    return this.energies.filter((energy) => dbfs(energy) > levelDbfs).length;
   }
 }
 

@@ -35,11 +35,22 @@ test("who is louder than -40 dB over 80 ms is heard, a peak is not", () => {
   assert.deepEqual(passing(gate, -20, -32, 1), [false]);
   assert.deepEqual(runs(passing(gate, -20, -60, 20)), [[false, 20]]);
   const other = new EchoGate();
-  passing(other, -20, -60, 20);
+  passing(other, -20, -60, 101);
   assert.deepEqual(runs(passing(other, -20, -25, 20)), [[true, 20]]);
   assert.deepEqual(runs(passing(other, -20, -70, 20)), [
     [true, 7],
     [false, 13],
+  ]);
+});
+
+test("in the first second of an answer a burst is not sent, a speaker is", () => {
+  const gate = new EchoGate();
+  passing(gate, -20, -60, 20);
+  assert.deepEqual(runs(passing(gate, -20, -25, 5)), [[false, 5]]);
+  assert.deepEqual(runs(passing(gate, -20, -60, 8)), [[false, 8]]);
+  assert.deepEqual(runs(passing(gate, -20, -25, 20)), [
+    [false, 5],
+    [true, 15],
   ]);
 });
 
