@@ -72,6 +72,7 @@ def serve(
     disconnect_grace_seconds: Annotated[
         float, setting("disconnect_grace_seconds")
     ] = ServerSettings.disconnect_grace_seconds,
+    fixed_prompt: Annotated[bool, setting("fixed_prompt", "--fixed-prompt")] = ServerSettings.fixed_prompt,
     typed_voice: Annotated[str | None, setting("typed_voice")] = ServerSettings.typed_voice,
     turns: Annotated[str, setting("turns")] = ServerSettings.turns,
     instructions: Annotated[str | None, setting("instructions")] = ServerSettings.instructions,
@@ -121,6 +122,7 @@ def serve(
         setup_seconds=setup_seconds,
         max_message_bytes=max_message_bytes,
         disconnect_grace_seconds=disconnect_grace_seconds,
+        fixed_prompt=fixed_prompt,
         typed_voice=typed_voice,
         turns=turns,
         instructions=instructions,

@@ -66,7 +66,14 @@ def session_update(session: OpenAISession, message: dict[str, Any], event_id: st
     given = message.get("session")
     if not isinstance(given, dict):
         raise Wrong("invalid_event", f"session must be an object, not {named(given)}.", "session")
-    session.configure(session.config.updated(given))
+    config = session.config.updated(given)
+    if session.prompt.is_fixed and config.prompt != session.config.prompt:
+        raise Wrong(
+            "unsupported_capability",
+            "This server changes neither instructions nor tools in a conversation that has begun. Open a new session.",
+            "session.instructions" if config.prompt[0] != session.config.prompt[0] else "session.tools",
+        )
+    session.configure(config)
 
 
 def audio_bytes(message: dict[str, Any]) -> bytes:

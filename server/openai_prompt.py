@@ -41,6 +41,11 @@ class Prompt:
         self._shown: list[dict[str, Any]] = []  # session objects that are not in force
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a change of the prompt is refused by now."""
+        return self._settings.fixed_prompt and self.touched
+
     def update(self, config: SessionConfig, shown: dict[str, Any], idle: bool) -> None:
         """Other settings, and the session object that shows them; `idle`: no response is under way."""
         before, self._config = self._config, config

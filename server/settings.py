@@ -62,6 +62,9 @@ class ServerSettings:
     disconnect_grace_seconds: float = option(
         30.0, "How long a dropped duplex session can be resumed.", metavar="SECONDS", above=0
     )
+    fixed_prompt: bool = option(
+        False, "Refuse other instructions or tools in a conversation that has begun, instead of carrying it over."
+    )
     typed_voice: str | None = option(
         None,
         "Speaks typed text to the model: text on stdin, WAV on stdout; else say or espeak-ng.",

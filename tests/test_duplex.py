@@ -131,13 +131,17 @@ def test_a_commit_and_a_silent_one() -> None:
 
 def test_speech_that_is_not_answered_is_told() -> None:
     async def body(client: Client, engine: VirtualEngine) -> None:
-        engine.model.answer = ()
+        engine.model.willing = False
         client.send(update(turn_detection={"type": "server_vad"}))
         client.send(said(0.02, rate_hz=16_000), spoken(is_speech=True))
-        await asyncio.sleep(3)
+        await asyncio.sleep(10)
 
     client = scene(body)
     assert client.of("session.updated")[0]["session"]["overlap_policy"] == "barge_in_on_speech"
+    (listen,) = client.of("response.listen")
+    assert (listen["response"]["status"], listen["response"]["metadata"]["reason"]) == ("listening", "model_listen")
+    assert client.of("response.created") == []
+    assert len(client.of("input_audio_buffer.committed")) == 1
 
 
 def test_the_clients_word_for_speech() -> None:

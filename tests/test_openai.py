@@ -69,13 +69,14 @@ def scene(
     voice: Any = None,
     beta: bool = False,
     seconds: float = 3600.0,
+    **options: Any,
 ) -> Client:
     """Run a conversation to its end; its client."""
     clients: list[Client] = []
 
     async def main() -> None:
         engine = VirtualEngine(model or TurnModel())
-        client = Client(engine, beta=beta, voice=voice, seconds=seconds)
+        client = Client(engine, beta=beta, voice=voice, seconds=seconds, **options)
         clients.append(client)
         await body(client, engine)
         client.session.end()
@@ -468,6 +469,36 @@ def test_other_instructions_in_a_conversation_carry_it_over() -> None:
         assert prompt[4:] == [f"Assistant: {ANSWER}"]
 
     assert statuses(scene(body)) == ["completed", "completed"]
+
+
+def test_a_server_that_refuses_other_instructions_in_a_conversation() -> None:
+    async def body(client: Client, engine: VirtualEngine) -> None:
+        client.send(update(instructions="One."), update(instructions="Two.", tools=[TOOL]), said(0.5))
+        await client.until("response.done")
+        client.send(update(instructions="Three."), update(tools=[]), update(voice="marin", instructions="Two."))
+        await asyncio.sleep(1)
+        assert [options["system_prompt"] for options in engine.model.opened] == ["Two."]
+
+    client = scene(body, TurnModel(calls=False), fixed_prompt=True)
+    refused = [(error["error"]["code"], error["error"]["param"]) for error in client.of("error")]
+    assert refused == [("unsupported_capability", f"session.{key}") for key in ("instructions", "tools")]
+    assert [event["session"]["instructions"] for event in client.of("session.updated")] == ["One.", "Two.", "Two."]
+    assert client.of("session.updated")[-1]["session"]["audio"]["output"]["voice"] == "marin"
+    assert statuses(client) == ["completed"]
+
+
+def test_a_turn_whose_transcript_does_not_settle_is_answered() -> None:
+    """The document of another dialect makes it fatal; here the agent's turn is opened all the same."""
+
+    async def body(client: Client, engine: VirtualEngine) -> None:
+        engine.model.settles = False
+        client.send(update(turn_detection=None), said(0.5), {"type": "input_audio_buffer.commit"})
+        client.send({"type": "response.create"})
+        await client.until("response.done")
+
+    client = scene(body)
+    assert statuses(client) == ["completed"]
+    assert client.of("response.output_audio_transcript.done")[0]["transcript"] == ANSWER
 
 
 @pytest.mark.parametrize("turn_detection", [{"type": "server_vad"}, None])

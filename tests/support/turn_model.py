@@ -2,6 +2,7 @@
 
 Loud audio is speech: each loud frame is one word of the transcript. The agent answers three quiet frames after it, a
 word a frame, two frames of silence after its EOS. With tools in the prompt and `calls` it first calls the first tool.
+One that is not `willing` never begins by itself; with `settles` False a turn's transcript never comes to rest.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from mlx_voicechat.events import (
     FunctionCall,
     FunctionFailed,
     LimitReached,
+    SettleTimeout,
     TextDelta,
     TranscriptDelta,
     TurnClosed,
@@ -113,8 +115,13 @@ class TurnSession:
         """The agent's turn, or its call, where it is due."""
         if self.turn == "settling" and not self._before_settling:
             self._settled += 1
-        own = self.owner == "model" and self.turn == "user" and bool(self._unanswered) and self._quiet >= QUIET_FRAMES
-        due = own or self._force_bos or (self.turn == "settling" and self._settled > QUIET_FRAMES)
+        unasked = self.owner == "model" and self.turn == "user" and self.model.willing
+        own = unasked and bool(self._unanswered) and self._quiet >= QUIET_FRAMES
+        settled = self.turn == "settling" and self._settled > QUIET_FRAMES
+        if settled and not self.model.settles and not self._force_bos:
+            self.turn = "user"
+            return [SettleTimeout(index)]
+        due = own or self._force_bos or settled
         if self._answer_behind_call and not self.in_cycle:
             self._answer_behind_call = False
             opened = [] if self.turn == "agent" else [TurnOpened(index, "")]
@@ -209,6 +216,7 @@ class TurnModel:
 
     def __init__(self, answer: tuple[str, ...] = ANSWER, calls: bool = True) -> None:
         self.answer, self.calls = answer, calls
+        self.willing = self.settles = True
         self.name = "fake"
         self.call_tokens = (20, 21, 22)
         self.config = SimpleNamespace(**{**vars(CONFIG), "default_system_prompt": "Default."})

@@ -170,8 +170,9 @@ class Client:
         beta: bool = False,
         voice: Any = None,
         seconds: float = 3600.0,
+        **options: Any,
     ) -> None:
-        self.settings = ServerSettings(model="fake", max_audio_seconds=seconds)
+        self.settings = ServerSettings(model="fake", max_audio_seconds=seconds, **options)
         self.events: list[dict[str, Any]] = []
         self.order = Order(beta)
         self.closed: int | None = None
