@@ -6,7 +6,7 @@ word a frame, two frames of silence after its EOS. With tools in the prompt and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ from mlx_voicechat.events import (
     TurnClosed,
     TurnOpened,
 )
-from tests.support.fake_model import CONFIG
+from tests.support.fake_model import CONFIG, step_each
 
 ANSWER = ("One", " two", " three", " four", " five", " six.")
 QUIET_FRAMES = 3
@@ -223,5 +223,8 @@ class TurnModel:
         return self.sessions[-1]
         yield
 
-    def warm(self, voice: str | None = None) -> None:
+    def warm(self, voice: str | None = None, sessions: int = 1) -> None:
         pass
+
+    def step(self, sessions: Sequence[Any]) -> Iterator[tuple[Any, list[Event] | Exception]]:
+        return step_each(sessions)
