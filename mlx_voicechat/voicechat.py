@@ -66,9 +66,11 @@ class VoiceChat(Model):
         """`Session.step` of several sessions at once: their frames are one evaluation, in which weights are read once.
 
         Yields each with what it gave, or with what ended it, as soon as that is there: first those whose frames ran
-        together, then what runs alone (a session's first frame, pieces of a tool call, a limit that is announced). What
-        one raises leaves the others as they were; a session that raised is of no more use.
+        together, then what runs alone (a first frame, pieces of a tool call, a limit that is announced). What one
+        raises leaves the others as they were; a session that raised is of no more use. InputError if one stands twice.
         """
+        if len({id(session) for session in sessions}) < len(sessions):
+            raise InputError("A session is there twice.", "Each takes one step.")
         together: list[tuple[Session, FrameRequest]] = []
         alone: list[Session] = []
         for session in sessions:

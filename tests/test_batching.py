@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import mlx_voicechat
 from mlx_voicechat import AudioFrame, Event, FunctionApplied, LimitReached, Session, Tool
 from mlx_voicechat import voicechat as together
-from mlx_voicechat.errors import VoiceChatError
+from mlx_voicechat.errors import InputError, VoiceChatError
 from mlx_voicechat.frame import ROWS, Frame, groups, mapped
 from mlx_voicechat.gauges.counting import counting
 from mlx_voicechat.voicechat import VoiceChat
@@ -107,7 +107,8 @@ def in_company(model: VoiceChat, plans: list[Plan]) -> list[Heard]:
     heard = [Heard() for _ in plans]
     sessions: dict[int, Session] = {}
     done = [0] * len(plans)
-    for now in range(10**6):
+    now = 0
+    while any(count < plan.frames for count, plan in zip(done, plans, strict=True)):
         stepping: dict[Session, int] = {}
         for index, plan in enumerate(plans):
             if now == plan.joins:
@@ -119,12 +120,11 @@ def in_company(model: VoiceChat, plans: list[Plan]) -> list[Heard]:
                 plan.hear(sessions[index], done[index])
                 done[index] += 1
                 stepping[sessions[index]] = index
-        if not stepping and now > max(plan.joins for plan in plans) + 100:
-            return heard
+        now += 1
         for session, outcome in model.step(list(stepping)):
             assert isinstance(outcome, list), outcome
             heard[stepping[session]].events += outcome
-    raise AssertionError
+    return heard
 
 
 def closest_choice(model: VoiceChat, plan: Plan, frame: int) -> float:
@@ -380,6 +380,12 @@ def test_a_limit_is_announced_in_company(model: VoiceChat) -> None:
             events[session] += outcome
     assert [type(event) for event in events[limited] if isinstance(event, LimitReached)] == [LimitReached]
     assert sum(isinstance(event, AudioFrame) for event in events[other]) == 4
+
+
+def test_a_session_takes_one_step(model: VoiceChat) -> None:
+    session = model.session()
+    with pytest.raises(InputError, match="twice"):
+        list(model.step([session, model.session(), session]))
 
 
 def test_which_states_run_together(model: VoiceChat) -> None:
