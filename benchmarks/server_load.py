@@ -1,9 +1,10 @@
-"""Load on a server: as many conversations in real time as a frame's time allows, then more, and the latency of one.
+"""Load on a server: as many conversations in real time as `bench` announces, then more, and the latency of one.
 
-    python benchmarks/server_load.py tests/golden/tiny-f32 [--seconds 60] [--more 2] [--only latency]
+    python benchmarks/server_load.py tests/golden/tiny-f32 [--seconds 60] [--sessions 16] [--more 2] [--only latency]
 
 Starts `mlx-voicechat serve` and plays to it. First it measures the bare frame in this process, back to back and at one
-frame in 80 ms, and records what each conversation says alone. Prints JSON; leaves with 1 when a claim does not hold.
+frame in 80 ms, and what `bench --sessions` measures, and records what each conversation says alone. Prints JSON; leaves
+with 1 when a claim does not hold.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from websockets.asyncio.client import connect
 
 import mlx_voicechat
 from mlx_voicechat import AudioFrame, Event
+from mlx_voicechat.gauges.bench import faint_noise
+from mlx_voicechat.gauges.company import company as company_times
 from mlx_voicechat.sound.pcm import pcm16
 from mlx_voicechat.voicechat import VoiceChat
 
@@ -35,6 +38,7 @@ from tests.support.server import serve_process
 FRAME, SECONDS, RATE = 1280, 0.08, 16000
 COLD = 25
 ROUNDS = 4
+ROUND_FRAMES = 60
 MOST_BEHIND, MOST_UNEQUAL, MOST_OVERHEAD_MS = 2, 1, 3.0
 
 
@@ -218,6 +222,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--sessions", type=int, default=16, help="that are tried together at most")
     parser.add_argument("--more", type=int, default=2, help="sessions above what fits, for the overload")
     parser.add_argument("--only", choices=["latency", "load", "overload"])
     arguments = parser.parse_args()
@@ -225,7 +230,8 @@ def main() -> int:
     model = mlx_voicechat.load(arguments.model, say=lambda line: None)
     quick = bare(model, heard(20.0, 0), paced=False)
     report: dict[str, Any] = {"bare": spread(quick)}
-    fit = max(1, int(SECONDS * 1000 / report["bare"]["p95_ms"]))
+    report["together"] = company_times(model, arguments.sessions, ROUND_FRAMES, faint_noise(model.config))
+    fit = max(1, report["together"]["real_time_sessions"])
     gc.collect()
     with serve_process("-m", arguments.model, "--max-sessions", "64", "--log-level", "error") as server:
         if arguments.only in (None, "latency"):

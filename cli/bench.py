@@ -39,6 +39,7 @@ def bench(
             show_default=True,
         ),
     ] = True,
+    sessions: Annotated[int, Option(metavar="N", min=1, max=1000, help="Measure up to so many together, too.")] = 1,
     bandwidth: Annotated[
         float | None,
         Option(metavar="GBPS", callback=_bandwidth, help="Memory bandwidth in GB/s for the floor; else measured."),
@@ -65,6 +66,7 @@ def bench(
             LoadOptions(compiled, speech_weights, kv_cache),
             bandwidth_gbps=bandwidth,
             parts=wants_parts(),
+            sessions=sessions,
             say=note,
             progress=lambda done: bar.update(done - bar.n),
             stop=lambda: interrupt.pressed,
@@ -80,7 +82,7 @@ def bench(
 
 def tables(report: dict[str, Any]) -> str:
     """The report for a person to read."""
-    sections = [_heading(report), _times(report), _counts(report), _memory(report)]
+    sections = [_heading(report), _times(report), _together(report), _counts(report), _memory(report)]
     notes = "".join(f"note: {text}\n" for text in report["notes"])
     return "\n".join(section for section in [*sections, notes] if section)
 
@@ -109,6 +111,15 @@ def _times(report: dict[str, Any]) -> str:
     if growth := report["growth"]:
         first, last = growth["first_p50_ms"], growth["last_p50_ms"]
         lines.append(f"p50 of the first thousand frames {first:.2f}, of the last {last:.2f}: {last - first:+.2f} ms")
+    return "\n".join(lines) + "\n"
+
+
+def _together(report: dict[str, Any]) -> str:
+    if (together := report.get("together")) is None:
+        return ""
+    lines = [_row("sessions", "mean", "p50", "p95", "max")]
+    lines += [_row(rows, *_values(times)) for rows, times in together["rows"].items()]
+    lines.append(f"{together['real_time_sessions']} of {together['sessions']} sessions together run in real time")
     return "\n".join(lines) + "\n"
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import mlx.core as mx
 import numpy as np
 
 from .errors import InputError, brief
+from .networks.cache import CacheRows, filled
 from .networks.codec import CodecState
 from .networks.conformer import PerceptionState
 from .networks.duplex_lm import LlmState
@@ -21,6 +23,8 @@ from .networks.rnnt import RnntState
 from .sound.samples import checked_samples, dbfs
 
 QUIET_DBFS = -50.0  # what is louder is somebody who speaks
+ROWS = (1, 2, 4, 8)  # that a slab may have: a compiled trace for each, and no other in a conversation
+MOST_ROWS = ROWS[-1]
 NO_FORCE = -1  # not a token id: the model's own choice stands
 
 
@@ -63,6 +67,10 @@ class Heard(NamedTuple):
     projected: mx.array
 
 
+Sound: TypeAlias = "np.ndarray | Heard"  # a frame's samples (1280,) float32, or what perception made of them before
+Fixed: TypeAlias = Any  # nested tuples of arrays: a State's without its caches
+
+
 @dataclass
 class State:
     """Everything one conversation carries from frame to frame, and nothing of the weights.
@@ -79,10 +87,17 @@ class State:
     function_id: mx.array  # (B,)
     position: int = 0  # on the whole timeline, prompt included
     steps: int = 0  # TTS steps so far
+    slab: Slab | None = None  # where its arrays of fixed shape are, while it steps with others
 
     def copy(self) -> State:
         """A state that goes on independently; arrays are shared until one of the two writes."""
+        self.leave()
         return replace(self, language=self.language.copy(), tts=self.tts.copy())
+
+    def leave(self) -> None:
+        """Step with no others from here on: its arrays are its own again."""
+        if self.slab is not None:
+            self.slab.dissolve()
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -90,12 +105,92 @@ class State:
         functional = leaves((self.perception, self.rnnt, self.codec, self.text_id, self.function_id))
         return [*functional, *self.language.arrays, *self.tts.arrays]
 
+    @property
+    def fixed(self) -> Fixed:
+        """What has the same shape at every position."""
+        language, tts = self.language.mamba, (self.tts.latent, self.tts.controls)
+        return self.perception, self.rnnt, language, tts, self.codec, self.text_id, self.function_id
+
+    @fixed.setter
+    def fixed(self, fixed: Fixed) -> None:
+        self.perception, self.rnnt, mamba, (latent, controls), self.codec, self.text_id, self.function_id = fixed
+        self.language = self.language._replace(mamba=mamba)
+        self.tts = self.tts._replace(latent=latent, controls=controls)
+
+
+class Slab:
+    """What has a fixed shape of several conversations, as the rows of one State; the caches stay each its own.
+
+    `size` rows, of which the first conversation's stands again in those that no conversation has. As long as the same
+    ones step, nothing is copied; for others the slab is dissolved.
+    """
+
+    def __init__(self, members: Sequence[State], size: int) -> None:
+        self.size = size
+        self._members = [weakref.ref(member) for member in members]  # one that has ended must not wait for the others
+        going = {id(member) for member in members}
+        for member in members:
+            if member.slab is not None:
+                member.slab.dissolve(going)
+        fixed = mapped(lambda *rows: mx.concatenate(filled(rows, size)), *(member.fixed for member in members))
+        layers = zip(*(member.language.caches for member in members), strict=True)
+        language = LlmState((), tuple(CacheRows(caches, size) for caches in layers))
+        layers = zip(*(member.tts.caches for member in members), strict=True)
+        tts = members[0].tts._replace(
+            caches=tuple(CacheRows(caches, size) for caches in layers),
+            guidance_rows=max(member.tts.guidance_rows for member in members),
+        )
+        self.state = replace(members[0], language=language, tts=tts)
+        self.state.fixed = fixed
+        nothing = mapped(lambda row: mx.zeros((0,), row.dtype), fixed)  # the memory is the rows'
+        for member in members:
+            member.fixed, member.slab = nothing, self
+
+    @staticmethod
+    def of(states: Sequence[State]) -> Slab:
+        """The slab whose rows are these states', as it is or made anew; `states` are at most MOST_ROWS."""
+        slab = states[0].slab
+        if slab is not None and [id(member) for member in slab.members] == [id(state) for state in states]:
+            return slab
+        return Slab(states, rows_for(len(states)))
+
+    @property
+    def members(self) -> list[State | None]:
+        """Whose the rows are, in their order; None where a conversation is no more."""
+        return [member() for member in self._members]
+
+    def dissolve(self, going: Collection[int] = ()) -> None:
+        """Give each its arrays back; those that go on to another slab (by their `id`) need no copy of them."""
+        rows = mapped(lambda whole: mx.split(whole, self.size), self.state.fixed)
+        for index, member in enumerate(self.members):
+            if member is None:
+                continue
+            fixed = mapped(lambda row: row[index], rows, leaf=list)  # noqa: B023
+            if id(member) not in going:  # a view of the rows would keep all of them in memory
+                fixed = mapped(mx.contiguous, fixed)
+                mx.async_eval(leaves(fixed))
+            member.fixed, member.slab = fixed, None
+
+
+def rows_for(count: int) -> int:
+    """The rows of a slab for so many conversations."""
+    return next(rows for rows in ROWS if rows >= count)
+
 
 def leaves(tree: Any) -> list[mx.array]:
     """The arrays in nested tuples and lists."""
     if isinstance(tree, mx.array):
         return [tree]
     return [leaf for branch in tree for leaf in leaves(branch)]
+
+
+def mapped(make: Callable[..., Any], *trees: Any, leaf: type = mx.array) -> Any:
+    """A tree of the same nested tuples, with `make` of the trees' leaves at each place."""
+    first = trees[0]
+    if isinstance(first, leaf):
+        return make(*trees)
+    branches = [mapped(make, *parts, leaf=leaf) for parts in zip(*trees, strict=True)]
+    return type(first)(*branches) if hasattr(first, "_fields") else type(first)(branches)
 
 
 @dataclass(frozen=True)
@@ -156,7 +251,7 @@ class Forcing:
 class FrameRequest:
     """An audio frame: all five networks."""
 
-    heard: Heard
+    sound: Sound
     draws: Draws | None
     override: Override
 
@@ -165,7 +260,7 @@ class FrameRequest:
 class SpeechRequest:
     """An audio frame while the language model stands still: transcript and speech alone, of the id `spoken`."""
 
-    heard: Heard
+    sound: Sound
     draws: Draws
     spoken: int
 
@@ -185,10 +280,30 @@ class PositionsRequest:
 Request: TypeAlias = FrameRequest | SpeechRequest | PositionsRequest
 
 
+def joins(request: Request) -> TypeGuard[FrameRequest]:
+    """Whether a request can run beside others in one evaluation.
+
+    Not so the frame at position 0, which has no speech, nor one that perception has heard ahead, nor what a tool call
+    asks for: those run alone.
+    """
+    return isinstance(request, FrameRequest) and request.draws is not None and not isinstance(request.sound, Heard)
+
+
+def groups(states: Sequence[State]) -> list[list[int]]:
+    """Which of the states, by their index, run together: at most MOST_ROWS; full slabs stay as they are."""
+    left, found = {id(state): index for index, state in enumerate(states)}, []
+    for slab in {id(state.slab): state.slab for state in states if state.slab is not None}.values():
+        members = [id(member) for member in slab.members]
+        if len(members) == MOST_ROWS and all(member in left for member in members):
+            found.append([left.pop(member) for member in members])
+    rest = list(left.values())
+    return [*found, *(rest[at : at + MOST_ROWS] for at in range(0, len(rest), MOST_ROWS))]
+
+
 class Piece(NamedTuple):
     """One frame's input: whether it was `loud`, and whether it is a `zero` frame that no audio brought."""
 
-    heard: Heard
+    sound: Sound
     loud: bool
     zero: bool
 
@@ -249,19 +364,20 @@ class Hearing:
     def next_piece(self, zero: bool, ahead: int, hear: Callable[[np.ndarray], list[Heard]]) -> Piece:
         """The next frame's input; it stays the next until `done`.
 
-        `hear` runs perception over whole frames, at most `ahead` at once; `zero` asks for a frame of zeros.
+        `hear` runs perception over several whole frames, at most `ahead`, where they are there: then they are heard
+        before their own turn. `zero` asks for a frame of zeros.
         """
         if not self._pieces and zero:
-            (heard,) = hear(np.zeros(self._frame_samples, np.float32))
-            self._pieces.append(Piece(heard, False, True))
+            self._pieces.append(Piece(np.zeros(self._frame_samples, np.float32), False, True))
         elif not self._pieces:
             count = min(ahead, len(self._waiting) // self._frame_samples)
             taken = self._waiting[: count * self._frame_samples]
-            heard_frames = hear(taken)
+            frames = taken.reshape(count, -1)
+            sounds: Sequence[Sound] = hear(taken) if count > 1 else list(frames)
             self._waiting = self._waiting[len(taken) :]
             self._in_turn = max(0, self._in_turn - len(taken))
-            for heard, samples in zip(heard_frames, taken.reshape(count, -1), strict=True):
-                self._pieces.append(Piece(heard, dbfs(samples) > QUIET_DBFS, False))
+            for sound, samples in zip(sounds, frames, strict=True):
+                self._pieces.append(Piece(sound, dbfs(samples) > QUIET_DBFS, False))
         return self._pieces[0]
 
     def done(self) -> Piece:

@@ -26,6 +26,7 @@ from .frame import (
     Override,
     PositionsRequest,
     Request,
+    Sound,
     State,
 )
 from .networks.codec import replace_control_codes
@@ -199,6 +200,7 @@ class Model:
 
         Several frames are one evaluation: the offline form.
         """
+        state.leave()
         count = samples.shape[1] // self.config.frame_samples_in
         if count == 1:
             encoded, projected, state.perception = self._hear(samples, state.perception)
@@ -206,6 +208,14 @@ class Model:
         encoded, projected, state.perception = self.perception.step(samples, state.perception)
         mx.eval(encoded, projected, state.perception)
         return [Heard(encoded[:, i : i + 1], projected[:, i : i + 1]) for i in range(count)]
+
+    def _heard(self, sound: Sound, state: State) -> Heard:
+        return sound if isinstance(sound, Heard) else self.hear(mx.array(sound)[None], state)[0]
+
+    def forget_transcript(self, state: State) -> None:
+        """The recogniser begins anew, as at the first frame."""
+        state.leave()
+        state.rnnt = self.rnnt.init_state()
 
     def frame(
         self,
@@ -271,11 +281,13 @@ class Model:
 
     def run(self, request: Request, state: State, profile: Profile | None = None) -> Frame | int:
         """What a session asked for: a frame, or the function id of the last position."""
-        if isinstance(request, FrameRequest):
-            return self.frame(request.heard, state, request.draws, request.override, profile)
+        state.leave()
         if isinstance(request, PositionsRequest):
             return self.think(request.function_ids, state, request.audio, request.opens)
-        return self.aside(request.heard, state, request.draws, request.spoken, profile)
+        heard = self._heard(request.sound, state)
+        if isinstance(request, FrameRequest):
+            return self.frame(heard, state, request.draws, request.override, profile)
+        return self.aside(heard, state, request.draws, request.spoken, profile)
 
     def between(self, kind: str) -> mx.array:
         """What the language model hears at a position without audio, (1, 1, H): "silence" or "zero".

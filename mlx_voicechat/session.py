@@ -15,15 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import InputError, LimitError, SessionClosedError, VoiceChatError, brief
-from .events import (
-    AudioFrame,
-    Cancelled,
-    CloseReason,
-    Done,
-    Event,
-    FunctionCall,
-    LimitReached,
-)
+from .events import AudioFrame, Cancelled, CloseReason, Done, Event, FunctionCall, LimitReached
 from .frame import (
     NO_FORCE,
     Forcing,
@@ -283,6 +275,8 @@ class Session:
         `push`, `feed` and `step` do both. An engine may run the requests of several sessions together.
         """
         with self._inside():
+            if self.options.wait_for_tools:
+                self._channel.wait()
             self._undelivered.extend(self._channel.collect(self.frames - 1))
             self._request = self._next_request(block_frames)
             return self._request
@@ -308,8 +302,8 @@ class Session:
         piece = self._hearing.next_piece(zero, ahead, self._hear)
         draws = self._draws(self.state.steps) if self.state.position else None
         if channel.stands_still and draws is not None:
-            return SpeechRequest(piece.heard, draws, channel.cycle.spoken)
-        return FrameRequest(piece.heard, draws, self._override())
+            return SpeechRequest(piece.sound, draws, channel.cycle.spoken)
+        return FrameRequest(piece.sound, draws, self._override())
 
     def _hear(self, samples: np.ndarray) -> list[Heard]:
         return self.model.hear(mx.array(samples)[None], self.state)
@@ -352,8 +346,6 @@ class Session:
         self._require_idle()
         if self.profile:
             self.profile.start()
-        if self.options.wait_for_tools:
-            self._channel.wait()
         request = self.next_request(block_frames)
         if request is not None:
             with self._inside():
@@ -422,7 +414,8 @@ class Session:
         before, after = self._turns.took(passed, lambda: dbfs(frame.samples), captions.turn_transcript)
         if self._turns.openings > openings:  # in application turns the recogniser's own text starts anew too
             captions.new_turn(forget=self._turns.application)
-            self.state.rnnt = self.model.rnnt.init_state() if self._turns.application else self.state.rnnt
+            if self._turns.application:
+                self.model.forget_transcript(self.state)
         if passed.text or frame.text_id in (config.bos_id, config.eos_id):
             self._turn_open = frame.text_id != config.eos_id
         events += [*before, *captions.said(frame.text_id, index), *captions.called(frame.function_id, index), *called]

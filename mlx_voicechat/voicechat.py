@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,12 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import InputError
-from .frame import Frame
+from .events import Event
+from .frame import MOST_ROWS, NO_FORCE, OWN, ROWS, Calls, Frame, FrameRequest, Slab, State, groups, joins, rows_for
 from .gauges import memory
 from .model import BLOCK_FRAMES, Model
+from .networks.cache import filled
+from .networks.codec import replace_control_codes
 from .options import LoadOptions, SessionOptions, checked_number
 from .session import Session
 from .weights import checkpoint
@@ -59,11 +62,51 @@ class VoiceChat(Model):
         yield from session.open()
         return session
 
-    def warm(self, voice: str | None = None) -> None:
+    def step(self, sessions: Sequence[Session]) -> Iterator[tuple[Session, list[Event] | Exception]]:
+        """`Session.step` of several sessions at once: their frames are one evaluation, in which weights are read once.
+
+        Yields each with what it gave, or with what ended it, as soon as that is there: first those whose frames ran
+        together, then what runs alone (a first frame, pieces of a tool call, a limit that is announced). What one
+        raises leaves the others as they were; a session that raised is of no more use. InputError if one stands twice.
+        """
+        if len({id(session) for session in sessions}) < len(sessions):
+            raise InputError("A session is there twice.", "Each takes one step.")
+        together: list[tuple[Session, FrameRequest]] = []
+        alone: list[Session] = []
+        for session in sessions:
+            try:
+                request = None if session.profile else session.next_request()
+            except Exception as fault:
+                yield session, fault
+                continue
+            if request is not None and joins(request):
+                together.append((session, request))
+            else:
+                alone.append(session)
+        if len(together) == 1:
+            alone.insert(0, together.pop()[0])
+        for rows in groups([session.state for session, _ in together]):
+            yield from self._step_together([together[row] for row in rows])
+        for session in alone:
+            yield session, _outcome(session.step)
+
+    def _step_together(
+        self, members: Sequence[tuple[Session, FrameRequest]]
+    ) -> Iterator[tuple[Session, list[Event] | Exception]]:
+        requests, states = [request for _, request in members], [session.state for session, _ in members]
+        try:
+            frames = frames_together(self, requests, states)
+        except Exception as fault:
+            yield from ((session, fault) for session, _ in members)
+            return
+        for (session, _), frame in zip(members, frames, strict=True):
+            yield session, _outcome(lambda: session.take(frame))  # noqa: B023
+
+    def warm(self, voice: str | None = None, sessions: int = 1) -> None:
         """Run every path of a frame once on this thread, so that no conversation waits for a kernel to compile.
 
-        That is: a system prompt, silence, speech, a transcript symbol; then the opening of a session without a prompt,
-        which is kept. Raises what `session` raises for `voice`.
+        That is: a system prompt, silence, speech, a transcript symbol; the same for `sessions` that step together; then
+        the opening of a session without a prompt, which is kept. Raises what `session` raises for `voice`.
         """
         session = self.session(system_prompt="Hello.", voice=voice)
         silence = np.zeros(self.config.frame_samples_in, np.float32)
@@ -71,8 +114,18 @@ class VoiceChat(Model):
         for text in (self.config.pad_id, self.config.bos_id, spoken, self.config.eos_id):
             session.force(text=text)
             session.push(silence)
-        first = self.rnnt.first(mx.zeros((1, 1, self.config.encoder.d_model)), self.rnnt.init_state())
-        self.rnnt.finish(first, [0], self.rnnt.init_state())
+        for rows in ROWS[: ROWS.index(rows_for(min(sessions, MOST_ROWS))) + 1]:
+            if rows > 1:
+                company = [self.session(voice=voice) for _ in range(rows)]
+                for _ in range(2):  # the first frame of a session runs alone
+                    for session in company:
+                        session.add(silence)
+                    for _, outcome in self.step(company):
+                        if isinstance(outcome, Exception):
+                            raise outcome
+            state = self.rnnt.init_state(rows)
+            first = self.rnnt.first(mx.zeros((rows, 1, self.config.encoder.d_model)), state)
+            self.rnnt.finish(first, [0] * rows, state)
         if self.call_tokens is not None:
             self.between("silence")
         self._openings.clear()
@@ -104,6 +157,75 @@ class VoiceChat(Model):
             samples=np.concatenate([np.zeros(0, np.float32), *(frame.samples for frame in frames)]),
             rate_hz=self.config.output_rate_hz,
         )
+
+
+def frames_together(model: Model, requests: Sequence[FrameRequest], states: Sequence[State]) -> list[Frame]:
+    """A frame of each conversation, at most MOST_ROWS, in one evaluation; advances their states.
+
+    `requests` must be such as `joins`. Each transcript symbol costs an evaluation, for all
+    that go on emitting together.
+    What it raises leaves none of the states of use.
+    """
+    slab = Slab.of(states)
+    state, requests = slab.state, filled(requests, slab.size)
+    sounds = np.stack([request.sound for request in requests])
+    (heard,) = model.hear(mx.array(sounds), state)
+    first = model.rnnt.first(heard.encoded, state.rnnt)
+    fused = model.language.fuse(state.text_id, heard.projected, state.function_id)
+    hidden, state.language = model.language.step(fused, state.language)
+    own, functions = model.language.choose(hidden)
+    state.text_id, state.function_id, spoken = _overridden_rows(model, own, functions, requests)
+    draws = [request.draws for request in requests if request.draws is not None]
+    noise = mx.stack([each.uniform for each in draws]), mx.stack([each.normal for each in draws])
+    codes, state.tts = model.tts.step(spoken, state.tts, *noise)
+    codes = replace_control_codes(codes, model._silence, model.config.codec.codebook_size)
+    samples, state.codec = model._decode(codes[:, None], state.codec)
+
+    outputs = samples, codes, functions, state.text_id, state.function_id, first.ids
+    mx.eval(outputs, state.arrays)  # the one wait
+    heights = [np.asarray(each) for each in outputs]
+    symbols, state.rnnt = model.rnnt.finish(first, heights[-1].tolist(), state.rnnt)
+    for each in states:
+        each.steps += 1
+        model._advance(each, 1)
+    start = NO_FORCE if model.call_tokens is None else model.call_tokens.start
+    return [
+        Frame(
+            text_id=int(text),
+            function_id=int(function),
+            symbols=tuple(emitted),
+            samples=row.copy(),  # the rows of the others need not live as long
+            codes=tuple(code.tolist()),
+            refused=request.override.calls == Calls.REFUSE and int(asked) == start,
+        )
+        for row, code, asked, text, function, emitted, request, _ in zip(
+            *heights[:-1], symbols, requests, states, strict=False
+        )
+    ]
+
+
+def _overridden_rows(
+    model: Model, text: mx.array, function: mx.array, requests: Sequence[FrameRequest]
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The model's own ids (B,) -> those that feed back, and the text id that is spoken."""
+    if all(request.override == OWN for request in requests):
+        return text, function, text
+    texts, functions, spoken = [], [], []
+    parts = zip(mx.split(text, len(requests)), mx.split(function, len(requests)), requests, strict=True)
+    for own_text, own_function, request in parts:
+        override = request.override
+        ids = model._overridden(own_text, own_function, override)
+        texts.append(ids[0])
+        functions.append(ids[1])
+        spoken.append(ids[0] if override.spoken == NO_FORCE else mx.array([override.spoken], text.dtype))
+    return mx.concatenate(texts), mx.concatenate(functions), mx.concatenate(spoken)
+
+
+def _outcome(work: Callable[[], list[Event]]) -> list[Event] | Exception:
+    try:
+        return work()
+    except Exception as fault:
+        return fault
 
 
 def load(

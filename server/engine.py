@@ -1,4 +1,7 @@
-"""The thread that owns MLX: it loads and warms the model, holds the sessions and gives each a frame in turn.
+"""The thread that owns MLX: it loads and warms the model, holds the sessions and gives each its frames.
+
+In a round every session whose audio has come has a turn, and their frames are one evaluation; without batching a round
+is one session's turn.
 
 Nothing else in the process touches MLX. Requests come in through one queue, which every connection bounds for itself
 (`Slot.full`); events go to the event loop, where they wait in their connection's queue, and a session whose queue is
@@ -21,13 +24,15 @@ import mlx.core as mx
 
 from mlx_voicechat.errors import VoiceChatError
 
-from .limits import INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS, ROOM_SECONDS
+from .limits import GATHER_SECONDS, INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS, ROOM_SECONDS
 from .messages import Append, Cancel, EngineEvent, Open, Request
 from .metrics import Metrics
-from .served_session import FLOAT_BYTES, Backlog, ServedSession
+from .served_session import FLOAT_BYTES, Backlog, ServedSession, Turn
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
+    from mlx_voicechat.events import Event
+    from mlx_voicechat.session import Session
     from mlx_voicechat.voicechat import VoiceChat
 
 LOADING, WARMING, READY, FAILED, ENDED = "loading", "warming", "ready", "failed", "ended"
@@ -203,10 +208,10 @@ class Engine:
             model = self._load()
             self.state, self.config = WARMING, model.config
             self.can_call = model.call_tokens is not None
-            model.warm(self.settings.voice)
+            model.warm(self.settings.voice, self.settings.sessions_together)
             self.state = READY
             self._settle()
-            self._turns(model)
+            self._rounds(model)
             self.state = ENDED
         except BaseException as fault:  # raised again where the server was started
             self.failure, self.state = fault, FAILED
@@ -220,26 +225,70 @@ class Engine:
         self._settled.set()
         self._on_loop(self._announce)
 
-    def _turns(self, model: VoiceChat) -> None:
+    def _rounds(self, model: VoiceChat) -> None:
         while not self._ending:
-            slot, wait_seconds = self._next()
+            slots, wait_seconds = self._due()
             self._take_requests(model, wait_seconds)
-            if slot is not None and slot in self._served and not self._ending:
-                self._turn(slot)
+            if slots and self.settings.sessions_together > 1:
+                slots = self._gathered(model)
+            slots = [slot for slot in slots if slot in self._served]
+            if slots and not self._ending:
+                self._round(model, slots)
 
-    def _next(self) -> tuple[Slot | None, float | None]:
-        """Whose turn it is, after each a session goes to the end of the row; else how long to wait (None: for ever)."""
+    def _due(self) -> tuple[list[Slot], float | None]:
+        """Whose turn it is, the longest without one first; else how long to wait (None: for ever)."""
         now = time.monotonic()
-        first: float | None = None
-        for _ in range(len(self._order)):
-            slot = self._order[0]
-            self._order.rotate(-1)
-            due = self._served[slot].due(now)
-            if due is not None and due <= now:
-                return slot, 0.0
-            if due is not None and (first is None or due < first):
-                first = due
-        return None, None if first is None else first - now
+        due = {slot: at for slot in self._order if (at := self._served[slot].due(now)) is not None}
+        ready = [slot for slot, at in due.items() if at <= now]
+        if ready:
+            return ready if self.settings.sessions_together > 1 else ready[:1], 0.0
+        return [], min(due.values()) - now if due else None
+
+    def _gathered(self, model: VoiceChat) -> list[Slot]:
+        """Whose turn it is, once those have had a moment whose audio is about to come."""
+        until = time.monotonic() + GATHER_SECONDS
+        while (left := until - time.monotonic()) > 0 and not self._ending:
+            now = time.monotonic()
+            if not any(served.expected(now, left) for served in self._served.values()):
+                break
+            self._take_requests(model, left)
+        return self._due()[0]
+
+    def _round(self, model: VoiceChat, slots: list[Slot]) -> None:
+        """A turn of each, frames before openings; then they go to the end of the row."""
+        asking: dict[Session, tuple[Slot, Turn]] = {}
+        opening = [slot for slot in slots if self._served[slot].opening]
+        for slot in slots:
+            self._order.remove(slot)
+            self._order.append(slot)
+            if slot not in opening:
+                self._go_on(slot, self._served[slot].turn(), None, asking)
+        while asking:
+            asked, asking = asking, {}
+            for session, outcome in model.step(list(asked)):
+                self._go_on(*asked[session], outcome, asking)
+        for slot in opening:
+            self._go_on(slot, self._served[slot].turn(), None, asking)
+
+    def _go_on(
+        self,
+        slot: Slot,
+        turn: Turn,
+        outcome: list[Event] | Exception | None,
+        asking: dict[Session, tuple[Slot, Turn]],
+    ) -> None:
+        """Go on with a turn, told what its step gave, until it asks for the next or ends."""
+
+        def work(served: ServedSession) -> None:
+            if isinstance(outcome, Exception):
+                raise outcome
+            try:
+                asking[turn.send(outcome)] = slot, turn  # type: ignore[arg-type]
+            except StopIteration as done:
+                if done.value is not None:
+                    self.metrics.frame(done.value, self.config.frame_seconds)
+
+        self._guarded(slot, work)
 
     def _take_requests(self, model: VoiceChat, wait_seconds: float | None) -> None:
         try:
@@ -262,17 +311,11 @@ class Engine:
         self._served[slot] = ServedSession(model, request, self.settings.voice, slot.backlog, tell)
         self._order.append(slot)
 
-    def _turn(self, slot: Slot) -> None:
-        seconds = self._guarded(slot, ServedSession.turn)
-        if seconds is not None:
-            self.metrics.frame(seconds, self.config.frame_seconds)
-
-    def _guarded(self, slot: Slot, work: Callable[[ServedSession], float | None]) -> float | None:
+    def _guarded(self, slot: Slot, work: Callable[[ServedSession], None]) -> None:
         """Work for one session: what it raises ends that session, and no other."""
         served = self._served[slot]
-        seconds = None
         try:
-            seconds = work(served)
+            work(served)
         except VoiceChatError as fault:
             served.fail(str(fault))
         except Exception as fault:
@@ -281,7 +324,6 @@ class Engine:
         if served.ended:
             del self._served[slot]
             self._order.remove(slot)
-        return seconds
 
     def _on_loop(self, call: Callable[[], object]) -> None:
         assert self._loop is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+GATHER_SECONDS = 0.003  # that a round of frames waits for sessions whose audio is about to come
 OUTGOING_SECONDS = 2.0  # of audio that may wait to be sent; a session whose queue is full takes no turn
 SLOW_SECONDS = 3.0  # an event that waits so long to be sent: the client reads slower than real time
 OUTGOING_EVENTS = 256  # beyond it no message is read: they are what is answered

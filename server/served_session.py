@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 FLOAT_BYTES = 4
 AT_ONCE = -math.inf
+LATE_SECONDS = 0.02  # that a streaming client's audio may be late and is still expected
+# A turn in steps: it yields the session that wants `Session.step`, is sent what that gave or thrown what it raised, and
+# returns the seconds of the frame if there was one.
+Turn: TypeAlias = "Generator[Session, list[Event], float | None]"
 
 
 class Backlog:
@@ -75,12 +79,18 @@ class ServedSession:
         self._at = 0  # bytes of the first append that were heard
         self._partial = 0  # samples of a frame that the session waits for the rest of
         self._heard_seconds = 0.0  # by sessions that were opened anew
+        self._appended_at = -math.inf
         self._interrupts = 0
         self._interrupting = False  # the agent's turn is being ended
         self._paused = False
         self._lagging_told = -LAGGING_PERIOD
         self._session: Session | None = None
         self._open_anew(request)
+
+    @property
+    def opening(self) -> bool:
+        """Whether it is being opened."""
+        return self._opening is not None
 
     def due(self, now: float) -> float | None:
         """When a turn does something; None as long as no request comes, or two seconds of speech wait to be sent."""
@@ -94,10 +104,26 @@ class ServedSession:
             return AT_ONCE if self._waiting else None
         return self._pacer.due(audio, session.turn == "agent", session.in_cycle)
 
+    def expected(self, now: float, soon: float) -> bool:
+        """Whether a frame that is not due now will be within `soon` seconds, as far as can be told.
+
+        A client that streams has sent the rest of a frame when it has been spoken, or has not stopped and is late.
+        """
+        due = self.due(now)
+        if due is not None:
+            return now < due <= now + soon
+        if self._paused or self.backlog.frames * self._config.frame_seconds >= OUTGOING_SECONDS:
+            return False
+        missing = self._config.frame_samples_in - self._partial
+        at = self._appended_at + missing / self._config.input_rate_hz
+        return at - soon <= now <= at + LATE_SECONDS
+
     def take(self, request: Request) -> None:
         """Note a request; some do not wait for the audio before them."""
-        if isinstance(request, Append) and self._pacer is not None:
-            self._pacer.heard(self._now())
+        if isinstance(request, Append):
+            self._appended_at = self._now()
+            if self._pacer is not None:
+                self._pacer.heard(self._appended_at)
         at_once = IMMEDIATE.get(type(request))
         if at_once is not None and (self._session is not None or type(request) in EVEN_UNOPENED):
             self.backlog.requests_taken += 1
@@ -105,22 +131,22 @@ class ServedSession:
         else:
             self._waiting.append(request)
 
-    def turn(self) -> float | None:
-        """Take one step of the opening, or go on to the end of the next frame; the frame's seconds if there was one."""
+    def turn(self) -> Turn:
+        """Take one step of the opening, or go on to the end of the next frame."""
         if self._opening is not None:
             self._open()
             return None
         assert self._session is not None
         if self._turns and self._session.runnable:
-            return self._step()
+            return (yield from self._step())
         seconds = None
         waited = bool(self._waiting)
         while seconds is None and self._waiting and not self.ended and self._session is not None:
-            seconds = self._advance()
+            seconds = yield from self._advance()
             if self._turns:  # what it asked for may be frames of its own
                 return seconds
         if not waited and self._pacer is not None:
-            return self._silence()
+            return (yield from self._silence())
         if seconds is not None:
             self._tell_lag()
         return seconds
@@ -212,11 +238,11 @@ class ServedSession:
             return
         mx.synchronize()  # else the device is given the whole prompt at once, and others' frames come after it
 
-    def _advance(self) -> float | None:
+    def _advance(self) -> Turn:
         """Do the next piece of what waits; seconds of the frame, if it was one."""
         request = self._waiting[0]
         if isinstance(request, Append):
-            return self._hear(request)
+            return (yield from self._hear(request))
         if isinstance(request, messages.EndTurn) and not self._may_end_turn():
             return None
         self._waiting.popleft()
@@ -249,43 +275,43 @@ class ServedSession:
         if self._pacer is not None and not isinstance(request, messages.BeginTurn):  # so does Quiet
             self._pacer.no_more(self._now())
 
-    def _hear(self, request: Append) -> float | None:
+    def _hear(self, request: Append) -> Turn:
         frame_bytes = self._config.frame_samples_in * FLOAT_BYTES
         end = min(self._at + frame_bytes - self._partial * FLOAT_BYTES, len(request.samples))
-        return self._run(np.frombuffer(request.samples[self._at : end], np.float32), (request, end))
+        return (yield from self._run(np.frombuffer(request.samples[self._at : end], np.float32), (request, end)))
 
-    def _silence(self) -> float | None:
+    def _silence(self) -> Turn:
         """A frame of silence, or what is missing of one."""
-        return self._run(np.zeros(self._config.frame_samples_in - self._partial, np.float32), None)
+        return (yield from self._run(np.zeros(self._config.frame_samples_in - self._partial, np.float32), None))
 
-    def _run(self, samples: np.ndarray, heard: tuple[Append, int] | None) -> float | None:
+    def _run(self, samples: np.ndarray, heard: tuple[Append, int] | None) -> Turn:
         """Hear up to the end of a frame, `heard` to that byte of an append; seconds of the frame, if it was whole."""
-        assert self._session is not None
+        session = self._session
+        assert session is not None
         event_id = heard[0].event_id if heard else None
         started = time.perf_counter()
         try:
-            if self._turns:
-                self._session.add(samples, self._config.input_rate_hz)
-                self._partial = (self._partial + len(samples)) % self._config.frame_samples_in
-                events = self._session.step()
-            else:
-                events = self._session.push(samples, self._config.input_rate_hz)
+            session.add(samples, self._config.input_rate_hz)
         except LimitError as limit:
             if heard is not None:
                 self._heard(heard[0], len(heard[0].samples))
             self._tell([AppendRefused(str(limit), event_id)])
             return None
+        self._partial = (self._partial + len(samples)) % self._config.frame_samples_in
+        events: list[Event] = (yield session) if self._turns else []
+        while not self._turns and session.runnable:
+            events += yield session
         seconds = time.perf_counter() - started
         limited = events[-1] if events and isinstance(events[-1], LimitReached) else None
         if heard is not None:
             self._heard(heard[0], heard[1] if limited is None else len(heard[0].samples))
         return self._ran(events, seconds, heard is not None, event_id)
 
-    def _step(self) -> float | None:
+    def _step(self) -> Turn:
         """A piece of work that needs no audio."""
         assert self._session is not None
         started = time.perf_counter()
-        events = self._session.step()
+        events = yield self._session
         return self._ran(events, time.perf_counter() - started, False, None)
 
     def _ran(self, events: list[Event], seconds: float, audio: bool, event_id: str | None) -> float | None:

@@ -41,7 +41,8 @@ class ServerSettings:
         None, "Serve TLS: other machines' browsers have no microphone without it.", metavar="FILE"
     )
     ssl_keyfile: Path | None = option(None, "Its key, if not in the same file.", metavar="FILE")
-    max_sessions: int = option(1, "Conversations at once, in turns.", metavar="N", min=1, max=1000)
+    max_sessions: int = option(1, "Conversations at once.", metavar="N", min=1, max=1000)
+    batch: bool = option(True, "Frames of several conversations together, or in turns.")
     max_audio_seconds: float | None = option(
         None,
         "Audio that one conversation may hear.",
@@ -80,6 +81,11 @@ class ServerSettings:
     )
     tools: tuple[Tool, ...] = ()  # for clients that bring none; each with what calls it
     wait_for_tools: bool = False  # for a client that is faster than real time
+
+    @property
+    def sessions_together(self) -> int:
+        """How many sessions' frames may run in one evaluation."""
+        return self.max_sessions if self.batch else 1
 
     @property
     def audio_seconds(self) -> float:

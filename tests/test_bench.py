@@ -14,6 +14,7 @@ from mlx_voicechat.cli.main import run
 from mlx_voicechat.gauges import bench as measure
 from mlx_voicechat.gauges import memory, traffic
 from mlx_voicechat.gauges.bench import bench, count_frame, faint_noise, growth
+from mlx_voicechat.gauges.company import frame_times, real_time_sessions
 from mlx_voicechat.gauges.counting import BUFFER, FUNCTIONS, METHODS, counting
 from mlx_voicechat.gauges.profile import STAGES, FrameTiming
 from mlx_voicechat.options import LoadOptions
@@ -251,10 +252,28 @@ def test_tables_of_an_interrupted_bench() -> None:
     assert "real-time factor -" in tables(report)
 
 
+def test_several_sessions_together(model: VoiceChat) -> None:
+    noise = faint_noise(model.config)
+    assert {count: len(times) for count, times in frame_times(model, (1, 3), 6, noise).items()} == {1: 6, 3: 6}
+    report, _ = bench(GOLDEN / "tiny-f32", 2, LoadOptions(compile=False), bandwidth_gbps=10.0, sessions=3)
+    assert list(report["together"]["rows"]) == ["1", "2", "4"]
+    assert f"{report['together']['real_time_sessions']} of 3 sessions together run in real time" in tables(report)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "most", "fit"),
+    [((61, 70, 80, 90), 8, 0), ((20, 22, 25, 61), 8, 4), ((20, 22, 25, 35), 100, 12), ((1, 1, 1, 1), 16, 16)],
+)
+def test_how_many_run_in_real_time(milliseconds: tuple[float, ...], most: int, fit: int) -> None:
+    """A round of 60 of 80 ms; of more than eight, slab after slab."""
+    assert real_time_sessions(dict(zip((1, 2, 4, 8), milliseconds, strict=True)), most, 80.0) == fit
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
         (["--frames", "0"], "--frames"),
+        (["--sessions", "0"], "--sessions"),
         (["--bandwidth", "0"], "--bandwidth"),
         (["--bandwidth", "nan"], "--bandwidth"),
         (["--speech-weights", "q7"], "q7"),

@@ -95,7 +95,7 @@ def test_an_engine_that_breaks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         def fail() -> None:
             raise MemoryError("none left")
 
-        monkeypatch.setattr(server.engine, "_next", fail)
+        monkeypatch.setattr(server.engine, "_due", fail)
         caller.send(APPEND)
         deadline = time.monotonic() + WAIT_SECONDS
         while server.engine.state != "failed":

@@ -15,7 +15,9 @@ from mlx_voicechat.errors import CheckpointError, InputError, VoiceChatError
 from mlx_voicechat.events import Cancelled, Done
 from mlx_voicechat.server import messages
 from mlx_voicechat.server.engine import Engine, Slot
+from mlx_voicechat.server.limits import GATHER_SECONDS
 from mlx_voicechat.server.messages import Append, Cancel, Commit, Interrupt, Open, Relay
+from mlx_voicechat.server.served_session import Backlog, ServedSession
 from mlx_voicechat.server.settings import ServerSettings as Settings
 from mlx_voicechat.voicechat import VoiceChat
 from tests.support.checkpoints import GOLDEN
@@ -118,6 +120,59 @@ def test_sessions_take_turns_frame_by_frame() -> None:
 
     asyncio.run(scenario())
     assert gate.calls == [index for index in range(6) for _ in range(3)]
+
+
+@pytest.mark.parametrize(("batch", "rounds"), [(True, [1, 3, 3, 2, 1]), (False, [1] * 10)])
+def test_who_has_audio_steps_together(batch: bool, rounds: list[int]) -> None:
+    """Nobody waits for who has none; without batching each has a round for itself."""
+    model, gate = FakeModel(), Gate()
+    model.before = gate.note("")
+
+    async def scenario() -> None:
+        async with started(model, max_sessions=4, batch=batch) as engine:
+            calls = [Call(engine) for _ in range(4)]
+            for call in calls:
+                await call.until(messages.Opened)
+            calls[0].put(frames(1))
+            await gate.reached()
+            for call, count in zip(calls, (4, 3, 2), strict=False):
+                call.put(frames(count))
+            gate.open()
+            for call, count in zip(calls, (5, 3, 2), strict=False):
+                await call.until(messages.Speech, count)
+
+    asyncio.run(scenario())
+    assert model.rounds == rounds
+
+
+def test_whose_audio_a_round_waits_for() -> None:
+    """Of who streams in real time, for a moment: when the rest of a frame is about to come, or is a little late."""
+    clock = [100.0]
+    model: Any = FakeModel()
+    served = ServedSession(model, OPEN, None, Backlog(), lambda events, last: None, lambda: clock[0])
+
+    def turn() -> None:
+        running = served.turn()
+        try:
+            asking = next(running)
+            while True:
+                asking = running.send(asking.step())
+        except StopIteration:
+            return
+
+    turn()  # the opening
+    assert not served.expected(100.0, GATHER_SECONDS)  # it has sent nothing
+    served.take(frames(1))
+    assert not served.expected(100.0, GATHER_SECONDS)  # it is due
+    turn()
+    expected = [served.expected(100.0 + after, GATHER_SECONDS) for after in (0.0, 0.07, 0.079, 0.095, 0.2)]
+    assert expected == [False, False, True, True, False]
+    clock[0] = 100.1
+    served.take(frames(0.5))
+    turn()
+    assert [served.expected(100.1 + after, GATHER_SECONDS) for after in (0.03, 0.039)] == [False, True]
+    served.take(messages.Pause(True))
+    assert not served.expected(100.14, GATHER_SECONDS)
 
 
 def test_a_long_opening_leaves_the_others_their_frames() -> None:

@@ -28,6 +28,7 @@ from ..voicechat import VoiceChat, load_opened
 from ..weights import checkpoint
 from ..weights.precision import llm_is_float32
 from . import memory, traffic
+from .company import company
 from .counting import Count, counting
 from .parts import timed
 from .profile import COLD_FRAMES, STAGES, FrameTiming, Profile
@@ -36,7 +37,7 @@ COMPILED = LoadOptions(compile=True)
 STEADY_FRAMES = 12  # frames before the one that is counted
 SEARCHED_FRAMES = 100  # tried for one without a transcript symbol
 GROWTH_FRAMES = 1000  # at either end of a session
-PART_FRAMES = 60  # at most, of the session whose parts are timed
+PART_FRAMES = 60  # at most, of a session whose parts are timed, and of several together
 FAINT = 1e-3  # amplitude of the noise that is heard: a quiet room
 NOISE_FRAMES = 125  # then it repeats
 
@@ -71,13 +72,15 @@ def bench(
     options: LoadOptions = COMPILED,
     bandwidth_gbps: float | None = None,
     parts: bool = False,
+    sessions: int = 1,
     say: Callable[[str], None] = checkpoint.print_notice,
     progress: Callable[[int], None] = lambda done: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load a model and measure `frames` frames of it -> the report, and the timing of every frame (`every_frame`).
 
-    `parts` times the parts of the stages too, in a session of their own. `progress` gets the number of frames done;
+    `parts` times the parts of the stages too, in a session of their own; `sessions` more than one, so many together
+    (`company`). `progress` gets the number of frames done;
     `stop` ends the measured session early. Raises what `load` raises.
     """
     opened, loaded, loading = _load(model, options, say)
@@ -96,6 +99,7 @@ def bench(
     opening = time.perf_counter() - started
     resident_at_start = resident()
     _push(session, noise, frames, progress, stop)
+    together = company(loaded, sessions, min(frames, PART_FRAMES), noise) if sessions > 1 else None
 
     profile = _profile(session.profile)
     summary = profile.summary()
@@ -116,6 +120,7 @@ def bench(
         "floor": floor(traffic.traffic(config, stored, session.frames, plan, states), bandwidth, summary["stages"]),
         "bandwidth": {"gbps": bandwidth, "measured": bandwidth_gbps is None},
         **({"sub_stages": sub_stages} if sub_stages is not None else {}),
+        **({"together": together} if together is not None else {}),
         "notes": [*summary["notes"], *_notes(counted)],
     }
     return report, profile.every_frame()

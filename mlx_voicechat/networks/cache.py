@@ -1,10 +1,21 @@
-"""Keys and values of one attention layer: appended in place, grown by blocks, a ring once a window is full."""
+"""Keys and values of one attention layer: appended in place, grown by blocks, a ring once a window is full.
+
+Conversations that step together have a cache each (`CacheRows`): their lengths differ, so attention runs one by one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
 import mlx.core as mx
 
+_Row = TypeVar("_Row")
+
 BLOCK = 256  # positions added at a growth; the copy is one layer's, see `phase`
+
+
+Attend: TypeAlias = Callable[[Any, "KvCache"], mx.array]  # queries, keys and values (rows, heads, T, head_dim)
 
 
 class KvCache:
@@ -36,6 +47,11 @@ class KvCache:
         return [a for a in (self.keys, self.values) if a is not None]
 
     @property
+    def positions(self) -> mx.array:
+        """The position (1,) of the next step."""
+        return mx.array([self.offset])
+
+    @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self.arrays)
 
@@ -45,6 +61,10 @@ class KvCache:
             return 0
         room = -(-(positions + self.phase) // BLOCK) * BLOCK - self.phase
         return room if self.window is None else min(room, self.window)
+
+    def attend(self, attend: Attend, projected: Sequence[mx.array]) -> mx.array:
+        """What `attend` gives for queries, keys and values and this cache."""
+        return attend(projected, self)
 
     def reserve(self, rows: int, heads: int, head_dim: int, positions: int, dtype: mx.Dtype) -> None:
         """Room for `positions` in a fresh cache of B = `rows`; lazy, so that its size can be told without taking it."""
@@ -105,6 +125,45 @@ class KvCache:
         order = mx.argsort(mx.arange(end - window, end) % window)
         self.keys, self.values = (mx.take(a, newest[order], axis=2) for a in ordered)
         return ordered[0], ordered[1], mask
+
+
+class CacheRows(KvCache):
+    """One layer's caches of B conversations that step together, a position at a time: one each, in the order of rows.
+
+    Queries, keys and values have G rows for each: (G B, heads, 1, head_dim), the first of all B before the second. A
+    cache that holds one row stands for both. Rows past the last cache fill a slab up, and get what the first gets.
+    """
+
+    def __init__(self, caches: Sequence[KvCache], batch: int) -> None:
+        super().__init__()
+        self._caches, self._batch = tuple(caches), batch
+
+    def copy(self) -> CacheRows:
+        return CacheRows([cache.copy() for cache in self._caches], self._batch)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for cache in self._caches for array in cache.arrays]
+
+    @property
+    def positions(self) -> mx.array:
+        """The position (B, 1) of each conversation's next step."""
+        return mx.array([[cache.offset] for cache in filled(self._caches, self._batch)])
+
+    def attend(self, attend: Attend, projected: Sequence[mx.array]) -> mx.array:
+        batch, groups = self._batch, projected[0].shape[0] // self._batch
+        parts = [mx.split(a.reshape(groups, batch, *a.shape[1:]), batch, axis=1) for a in projected]
+        attended = []
+        for cache, *rows in zip(self._caches, *parts, strict=False):
+            held = groups if cache.keys is None else cache.keys.shape[0]
+            out = attend([row[:held].squeeze(1) for row in rows], cache)
+            attended.append(mx.broadcast_to(out, (groups, *out.shape[1:])))
+        return mx.stack(filled(attended, batch), axis=1).reshape(groups * batch, *attended[0].shape[1:])
+
+
+def filled(rows: Sequence[_Row], count: int) -> list[_Row]:
+    """`count` rows: the first again for those that are missing, so that what fills a slab up asks for nothing new."""
+    return [*rows, *[rows[0]] * (count - len(rows))]
 
 
 def _extended(old: mx.array | None, like: mx.array, extra: int) -> mx.array:

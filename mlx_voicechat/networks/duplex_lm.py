@@ -34,7 +34,10 @@ class MambaState(NamedTuple):
 
 
 class LlmState(NamedTuple):
-    """One conversation: a MambaState per Mamba layer (never changed in place), a KvCache per attention layer (is)."""
+    """One conversation: a MambaState per Mamba layer (never changed in place), a KvCache per attention layer (is).
+
+    Or several that step together: B rows in the one, `CacheRows` for the other.
+    """
 
     mamba: tuple[MambaState, ...]
     caches: tuple[KvCache, ...]
@@ -352,7 +355,7 @@ class NemotronH(nn.Module):
             x, projected, new = segment(x, attended, state.mamba[len(mamba) : len(mamba) + count])
             mamba += [MambaState(*each) for each in new]
             if projected:
-                attended = (self._attentions[index].attend(projected, state.caches[index]),)
+                attended = (state.caches[index].attend(self._attentions[index].attend, projected),)
         return x, LlmState(tuple(mamba), state.caches)
 
 

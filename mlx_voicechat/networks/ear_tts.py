@@ -25,7 +25,9 @@ from .linear import Linear, Product, prepare_linears, product
 from .mog import Codebooks, CodeGenerator, GatedMlp, MogHead, sampling_controls
 from .subword import SubwordEncoder
 
-Rotation = tuple[mx.array, mx.array]  # what the two halves of a head are multiplied by, each (1, T, 1, 2, head_dim / 2)
+# What the two halves of a head are multiplied by, each (1, T, 1, 2, head_dim / 2); of single frames at positions of
+# their own (rows, 1, 1, 2, head_dim / 2).
+Rotation = tuple[mx.array, mx.array]
 Projected = tuple[mx.array, mx.array, mx.array]  # queries, keys, values (rows, heads, T, head_dim)
 
 
@@ -182,12 +184,12 @@ class Backbone(nn.Module):
         """Embeddings (rows, T, W) that follow what `caches` hold -> hidden states (rows, T, W); writes the caches."""
         shape, steps, start = x.shape, x.shape[1], caches[0].offset
         first, *between, last = self._pieces if steps == 1 else self._plain
-        positions = mx.array([start]) if steps == 1 else mx.arange(start, start + steps)
+        positions = caches[0].positions if steps == 1 else mx.arange(start, start + steps)
         x = x.reshape(-1, shape[-1])  # rows of all frames: a matrix product of two axes needs no views
         rotations, projected = first(x, positions)
         for i, (cache, piece) in enumerate(zip(caches[:-1], between, strict=True), start=1):
-            x, projected = piece(x, self._attend(projected, cache), rotations[self.is_global(i)])
-        return last(x, self._attend(projected, caches[-1])).reshape(shape)
+            x, projected = piece(x, cache.attend(self._attend, projected), rotations[self.is_global(i)])
+        return last(x, caches[-1].attend(self._attend, projected)).reshape(shape)
 
     @staticmethod
     def _attend(projected: Projected, cache: KvCache) -> mx.array:
@@ -195,11 +197,19 @@ class Backbone(nn.Module):
         return attend(queries, *cache.update(keys, values))
 
     def _first(self, x: mx.array, positions: mx.array) -> tuple[tuple[Rotation, Rotation], Projected]:
-        """Rotations of local and global layers at `positions` (T,), and the start of block 0."""
-        angles = positions[:, None, None, None] * self._rates
+        """Rotations of local and global layers at `positions`, and the start of block 0.
+
+        `positions`: (T,) for all rows, or of single frames (B, 1), which each guidance row of a conversation shares.
+        """
+        apart = positions.ndim == 2
+        if apart:
+            positions = mx.concatenate([positions] * (x.shape[0] // positions.shape[0]))
+        angles = positions.reshape(-1, 1, 1, 1) * self._rates
         cosine, sine = mx.cos(angles), mx.sin(angles)
         near, far = mx.where(self._upper, cosine, sine), mx.where(self._upper, -sine, cosine)
         local, wide = zip(mx.split(near, 2), mx.split(far, 2), strict=True)
+        if apart:
+            local, wide = ((near.swapaxes(0, 1), far.swapaxes(0, 1)) for near, far in (local, wide))
         rotations = local, wide
         return rotations, self.layers[0].start(x, rotations[self.is_global(0)])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +38,7 @@ class FakeSession:
         self.profile = SimpleNamespace(summary=lambda: {"frames": self.frames}) if profile else None
         self.said = dict.fromkeys(KINDS, "")
         self.frames = 0
-        self.limited = False
+        self.limited = self._limit_due = False
         self.speaking = model.speaking
         self.blocks: list[int] = []
         self.forced: list[tuple[int, int | None]] = []  # frame and text id
@@ -50,24 +50,46 @@ class FakeSession:
     function = property(lambda self: self.said["function"])
 
     def feed(self, samples: np.ndarray, rate_hz: int = 16000, block_frames: int = 1) -> Iterator[Event]:
+        self._take(samples, rate_hz)
+        while self.runnable:
+            yield from self._step()
+
+    def push(self, samples: np.ndarray, rate_hz: int = 16000) -> list[Event]:
+        self.add(samples, rate_hz)
+        events: list[Event] = []
+        while self.runnable:
+            events += self.step()
+        return events
+
+    def add(self, samples: np.ndarray, rate_hz: int = 16000) -> None:
+        if self.limited:
+            raise LimitError(f"The session's limit of {self.max_seconds:g} s is reached.")
+        self._take(samples, rate_hz)
+
+    @property
+    def runnable(self) -> bool:
+        return self._limit_due or len(self._waiting) >= CONFIG.frame_samples_in
+
+    def step(self) -> list[Event]:
+        return list(self._step())
+
+    def _take(self, samples: np.ndarray, rate_hz: int) -> None:
         assert rate_hz == CONFIG.input_rate_hz
         assert samples.dtype == np.float32
         self.blocks.append(len(samples))
         self._received += len(samples)
         if self.max_seconds is not None and self._received > self.max_seconds * rate_hz:
             samples = samples[: len(samples) - self._received + round(self.max_seconds * rate_hz)]
-            self.limited = True
+            self.limited = self._limit_due = True
         self._waiting = np.concatenate([self._waiting, samples])
-        while len(self._waiting) >= CONFIG.frame_samples_in:
+
+    def _step(self) -> Iterator[Event]:
+        if len(self._waiting) >= CONFIG.frame_samples_in:
             self._waiting = self._waiting[CONFIG.frame_samples_in :]
             yield from self._frame()
-        if self.limited:
+        elif self._limit_due:
+            self._limit_due = False
             yield LimitReached(self.frames, float(self.max_seconds or 0))
-
-    def push(self, samples: np.ndarray, rate_hz: int = 16000) -> list[Event]:
-        if self.limited:
-            raise LimitError(f"The session's limit of {self.max_seconds:g} s is reached.")
-        return list(self.feed(samples, rate_hz))
 
     def force(self, text: int | None = None) -> None:
         self.forced.append((self.frames, text))
@@ -100,6 +122,7 @@ class FakeModel:
         self.before: Callable[[int], Any] = lambda index: None
         self.opening_steps = 0
         self.before_opening: Callable[[int], Any] = lambda step: None
+        self.rounds: list[int] = []  # how many sessions stepped together
         self.warmed: list[str | None] = []
         self.speaking = False
         self.loaded: list[str] = []
@@ -125,5 +148,19 @@ class FakeModel:
                 yield
         return self.session(**options)
 
-    def warm(self, voice: str | None = None) -> None:
+    def warm(self, voice: str | None = None, sessions: int = 1) -> None:
         self.warmed.append(voice)
+
+    def step(self, sessions: Sequence[Any]) -> Iterator[tuple[Any, list[Event] | Exception]]:
+        self.rounds.append(len(sessions))
+        return step_each(sessions)
+
+
+def step_each(sessions: Sequence[Any]) -> Iterator[tuple[Any, list[Event] | Exception]]:
+    """`VoiceChat.step` of sessions that answer at once."""
+    for session in sessions:
+        try:
+            outcome = session.step()
+        except Exception as fault:
+            outcome = fault
+        yield session, outcome

@@ -7,7 +7,7 @@ One that is not `willing` never begins by itself; with `settles` False a turn's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,7 @@ from mlx_voicechat.events import (
     TurnClosed,
     TurnOpened,
 )
-from tests.support.fake_model import CONFIG
+from tests.support.fake_model import CONFIG, step_each
 
 ANSWER = ("One", " two", " three", " four", " five", " six.")
 QUIET_FRAMES = 3
@@ -231,5 +231,8 @@ class TurnModel:
         return self.sessions[-1]
         yield
 
-    def warm(self, voice: str | None = None) -> None:
+    def warm(self, voice: str | None = None, sessions: int = 1) -> None:
         pass
+
+    def step(self, sessions: Sequence[Any]) -> Iterator[tuple[Any, list[Event] | Exception]]:
+        return step_each(sessions)

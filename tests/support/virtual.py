@@ -146,7 +146,13 @@ class VirtualEngine:
                 due = slot.session.due(self.loop.time())
                 if due is not None and due <= self.loop.time():
                     try:
-                        slot.session.turn()
+                        turn = slot.session.turn()
+                        asking = next(turn, None)
+                        while asking is not None:
+                            try:
+                                asking = turn.send(asking.step())
+                            except StopIteration:
+                                asking = None
                     except Exception as fault:
                         slot.session.fail(f"The model failed: {fault!r}.")
                     first = self.loop.time()
