@@ -72,6 +72,7 @@ def serve(
     disconnect_grace_seconds: Annotated[
         float, setting("disconnect_grace_seconds")
     ] = ServerSettings.disconnect_grace_seconds,
+    drain_seconds: Annotated[float, setting("drain_seconds")] = ServerSettings.drain_seconds,
     typed_voice: Annotated[str | None, setting("typed_voice")] = ServerSettings.typed_voice,
     turns: Annotated[str, setting("turns")] = ServerSettings.turns,
     instructions: Annotated[str | None, setting("instructions")] = ServerSettings.instructions,
@@ -121,6 +122,7 @@ def serve(
         setup_seconds=setup_seconds,
         max_message_bytes=max_message_bytes,
         disconnect_grace_seconds=disconnect_grace_seconds,
+        drain_seconds=drain_seconds,
         typed_voice=typed_voice,
         turns=turns,
         instructions=instructions,
@@ -169,7 +171,7 @@ def _run(
         complain(f"ready: {scheme}://{shown}:{listeners[0].getsockname()[1]}{settings.api_prefix}{REALTIME}")
 
     engine = Engine(load, settings, announce)
-    server = Server(create_app(engine, settings), settings)
+    server = Server(create_app(engine, settings), settings, engine)
     sys.setswitchinterval(SWITCH_SECONDS)
     with server.catch_signals():
         server.run(sockets=listeners)

@@ -62,6 +62,12 @@ class ServerSettings:
     disconnect_grace_seconds: float = option(
         30.0, "How long a dropped duplex session can be resumed.", metavar="SECONDS", above=0
     )
+    drain_seconds: float = option(
+        0.0,
+        "On SIGTERM, let conversations end by themselves for so long, and take no new ones.",
+        metavar="SECONDS",
+        min=0,
+    )
     typed_voice: str | None = option(
         None,
         "Speaks typed text to the model: text on stdin, WAV on stdout; else say or espeak-ng.",
