@@ -74,6 +74,7 @@ def serve(
         float, setting("disconnect_grace_seconds")
     ] = ServerSettings.disconnect_grace_seconds,
     fixed_prompt: Annotated[bool, setting("fixed_prompt", "--fixed-prompt")] = ServerSettings.fixed_prompt,
+    drain_seconds: Annotated[float, setting("drain_seconds")] = ServerSettings.drain_seconds,
     typed_voice: Annotated[str | None, setting("typed_voice")] = ServerSettings.typed_voice,
     turns: Annotated[str, setting("turns")] = ServerSettings.turns,
     instructions: Annotated[str | None, setting("instructions")] = ServerSettings.instructions,
@@ -125,6 +126,7 @@ def serve(
         max_message_bytes=max_message_bytes,
         disconnect_grace_seconds=disconnect_grace_seconds,
         fixed_prompt=fixed_prompt,
+        drain_seconds=drain_seconds,
         typed_voice=typed_voice,
         turns=turns,
         instructions=instructions,
@@ -173,7 +175,7 @@ def _run(
         complain(f"ready: {scheme}://{shown}:{listeners[0].getsockname()[1]}{settings.api_prefix}{REALTIME}")
 
     engine = Engine(load, settings, announce)
-    server = Server(create_app(engine, settings), settings)
+    server = Server(create_app(engine, settings), settings, engine)
     sys.setswitchinterval(SWITCH_SECONDS)
     with server.catch_signals():
         server.run(sockets=listeners)

@@ -59,6 +59,10 @@ class Routes:
         if self._engine.state != READY:
             await websocket.send_denial_response(_not_ready(self._engine))
             return
+        if self._engine.draining and not self._may_resume(dialect, websocket):
+            message = "The server ends, and takes no new conversations. Connect again."
+            await websocket.send_denial_response(refusal(503, "draining", message, Retry_After=str(RETRY_SECONDS)))
+            return
         if not await self._room(dialect, websocket):
             message = f"The server has {sessions_in_use(self._settings.max_sessions)} in use. Try again later."
             await websocket.send_denial_response(refusal(503, "server_busy", message, Retry_After=str(RETRY_SECONDS)))
@@ -74,10 +78,14 @@ class Routes:
 
     async def _room(self, dialect: Dialect, websocket: WebSocket) -> bool:
         """Whether there is a free slot, where a dialect has to know that before the acceptance."""
-        if dialect.name == DUPLEX and waits_for_a_message(websocket.query_params) and len(self._sessions) > 0:
-            return True  # it may resume one that has its slot
+        if self._may_resume(dialect, websocket):
+            return True
         await self._sessions.make_room(self._engine)
         return not dialect.refused_at_the_upgrade or await self._engine.room()
+
+    def _may_resume(self, dialect: Dialect, websocket: WebSocket) -> bool:
+        """Whether a connection may resume a session that has its slot."""
+        return dialect.name == DUPLEX and waits_for_a_message(websocket.query_params) and len(self._sessions) > 0
 
     def _connection(self, dialect: Dialect, websocket: WebSocket) -> Connection:
         from .duplex_connection import DuplexConnection
@@ -110,6 +118,17 @@ class Routes:
             "uptime_seconds": round(time.time() - self._started, 3),
         }
         if state == READY:
+            return JSONResponse(body)
+        return JSONResponse(body, 503, {"Retry-After": str(RETRY_SECONDS)})
+
+    async def ready(self, request: Request) -> Response:
+        """Whether a new conversation can begin: what a load balancer asks."""
+        engine = self._engine
+        status = engine.state
+        if status == READY and (engine.draining or engine.busy):
+            status = "draining" if engine.draining else "full"
+        body = {"status": status, "sessions": {"active": engine.active, "max": self._settings.max_sessions}}
+        if status == READY:
             return JSONResponse(body)
         return JSONResponse(body, 503, {"Retry-After": str(RETRY_SECONDS)})
 
@@ -146,13 +165,14 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         *(WebSocketRoute(prefix + path, answers.realtime) for path in PATHS),
         *(Route(prefix + path, answers.upgrade_required) for path in PATHS),
         Route(prefix + "/health", answers.health),
+        Route(prefix + "/ready", answers.ready),
         Route(prefix + "/v1/models", answers.models),
         Route(prefix + "/metrics", answers.metrics),
         *(Route(prefix + path, answers.not_here, methods=["GET", "POST"]) for path in NOT_HERE),
         *page_routes(prefix),
         WebSocketRoute("/{path:path}", _no_socket),
     ]
-    open_paths = page_paths(prefix) | {f"{prefix}/health"}
+    open_paths = page_paths(prefix) | {f"{prefix}/health", f"{prefix}/ready"}
     middleware = [Middleware(Gate, settings=settings, open_paths=open_paths)]
     if settings.cors_origins:
         origins = Origins(map(normal, settings.cors_origins))

@@ -103,6 +103,7 @@ class Engine:
         self.failure: BaseException | None = None
         self.config: Any = None
         self.can_call = False  # whether its checkpoint has tools
+        self.draining = False  # no new conversations: the server ends when those that are there have
         self._load = load
         self._announce = announce
         self._slots: set[Slot] = set()

@@ -66,6 +66,12 @@ class ServerSettings:
     fixed_prompt: bool = option(
         False, "Refuse other instructions or tools in a conversation that has begun, instead of carrying it over."
     )
+    drain_seconds: float = option(
+        0.0,
+        "On SIGTERM, let conversations end by themselves for so long, and take no new ones.",
+        metavar="SECONDS",
+        min=0,
+    )
     typed_voice: str | None = option(
         None,
         "Speaks typed text to the model: text on stdin, WAV on stdout; else say or espeak-ng.",

@@ -6,12 +6,13 @@ import os
 import select
 import signal
 import socket
+import time
 from asyncio import Transport
 from asyncio.transports import BaseTransport
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.utils import ClientDisconnected
@@ -21,6 +22,9 @@ from websockets.frames import Frame
 from .limits import CLOSING_SECONDS, UNREAD_SECONDS
 from .listening import Door, Requests, most_connections
 from .settings import MESSAGE_BYTES, ServerSettings
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 WRITE_BYTES = 2**14  # in the process: beyond it nothing is sent until the client has read
 UNREAD_BYTES = 2**17  # in the process, of answers to pings: then the client is cut off
@@ -148,9 +152,13 @@ class Socket(WebSocketsSansIOProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn on a socket of ours. A first signal ends it in order, a second at once; `ended_by` is the first."""
+    """uvicorn on a socket of ours. A first signal ends it in order, a second at once; `ended_by` is the first.
 
-    def __init__(self, app: Any, settings: ServerSettings) -> None:
+    With `drain_seconds` SIGTERM drains `engine` first: the listeners stay, for who asks whether it is ready, and the
+    end comes with that of the last conversation, when the time is over, or by another signal.
+    """
+
+    def __init__(self, app: Any, settings: ServerSettings, engine: Engine | None = None) -> None:
         config = uvicorn.Config(
             app,
             loop="asyncio",
@@ -172,6 +180,8 @@ class Server(uvicorn.Server):
         self.ended_by: int | None = None
         self._most_connections = most_connections(settings.max_sessions)
         self._door: Door | None = None
+        self._engine, self._drain_seconds = engine, settings.drain_seconds
+        self._drained_by: float | None = None  # of time.monotonic
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections of `sockets`, in place of uvicorn."""
@@ -182,6 +192,18 @@ class Server(uvicorn.Server):
 
         self._door = Door(protocol, self.server_state.connections, self._most_connections, self.config.ssl)
         self._door.open(sockets or [])
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether to end."""
+        if self._drained_by is not None and (not self._in_use or time.monotonic() >= self._drained_by):
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    @property
+    def _in_use(self) -> bool:
+        """Whether there is a conversation: a socket that is open, or a session that waits to be resumed."""
+        sockets = any(isinstance(one, Socket) for one in self.server_state.connections)
+        return sockets or (self._engine is not None and self._engine.active > 0)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End in order."""
@@ -210,5 +232,12 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             os._exit(128 + sig)
-        self.ended_by = sig
+        self.ended_by = self.ended_by or sig
+        engine = self._engine
+        loaded = engine is not None and engine.config is not None
+        if sig == signal.SIGTERM and self._drain_seconds > 0 and loaded and self._drained_by is None:
+            assert engine is not None
+            engine.draining = True
+            self._drained_by = time.monotonic() + self._drain_seconds
+            return
         self.should_exit = True
