@@ -18,6 +18,7 @@ from mlx_voicechat.errors import InputError, LimitError
 from mlx_voicechat.options import LoadOptions, SessionOptions
 
 from .loading import open_model
+from .machines import helps
 from .offline import INTERRUPTED, Interrupt, converse, cut, silence
 from .options import (
     COMPILED,
@@ -111,6 +112,8 @@ def generate(
         note("-n is ignored: the output is as long as the recording and the silence after it.")
     targets = Targets(output_audio, both_sides, events, profile_json, frames_file() if profile else None)
     targets.check(audio)
+    if helps(model, LoadOptions(compiled, speech_weights, kv_cache)):
+        return
 
     from .tool_sources import ToolOptions
 

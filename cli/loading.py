@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .options import DEFAULT_MODEL
@@ -12,11 +13,18 @@ if TYPE_CHECKING:
     from mlx_voicechat.voicechat import VoiceChat
 
 
-def open_model(model: str, options: LoadOptions) -> VoiceChat:
-    """`mlx_voicechat.load`; the thread that calls it owns the model."""
+def open_model(
+    model: str, options: LoadOptions, lost: Callable[[BaseException], None] = lambda fault: None
+) -> VoiceChat:
+    """`mlx_voicechat.load`, or a part of it under `mlx.launch`; the thread that calls it owns the model.
+
+    `lost` is called, on any thread, when another machine of the model is gone.
+    """
     import mlx_voicechat
 
-    loaded = mlx_voicechat.load(model, say=note, **vars(options))
+    from .machines import open_on_several
+
+    loaded = open_on_several(model, options, lost) or mlx_voicechat.load(model, say=note, **vars(options))
     if loaded.config.demonstration:
         note(f"{loaded.name} is a demonstration, {loaded.config.demonstration}. The real model is {DEFAULT_MODEL}.")
     return loaded

@@ -24,6 +24,7 @@ from mlx_voicechat.server.settings import ServerSettings
 
 from .endings import Ended
 from .loading import open_model
+from .machines import helps
 from .options import (
     DEFAULT_MODEL,
     Compiled,
@@ -98,6 +99,9 @@ def serve(
         raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
     _check_tls(ssl_certfile, ssl_keyfile)
     _check_key(api_key)
+    held = LoadOptions(compiled, speech_weights, kv_cache)
+    if helps(model, held):
+        return
 
     from mlx_voicechat.server.listening import listen
 
@@ -139,8 +143,7 @@ def serve(
         _note_risks(settings)
         sources = opened.enter_context(ToolSources(wanted, note))
         settings = dataclasses.replace(settings, tools=sources.tools)
-        held = LoadOptions(compiled, speech_weights, kv_cache)
-        ended_by, running = _run(settings, listeners, lambda: sources.fit_to(open_model(model, held)))
+        ended_by, running = _run(settings, listeners, lambda lost: sources.fit_to(open_model(model, held, lost)))
     _leave(ended_by, running)
 
 
@@ -157,7 +160,9 @@ def _note_risks(settings: ServerSettings) -> None:
 
 
 def _run(
-    settings: ServerSettings, listeners: list[socket.socket], load: Callable[[], VoiceChat]
+    settings: ServerSettings,
+    listeners: list[socket.socket],
+    load: Callable[[Callable[[BaseException], None]], VoiceChat],
 ) -> tuple[int | None, bool]:
     """Serve to the end; the signal that ended it, and whether the engine is still at work. Raises what loading does."""
     from mlx_voicechat.server.app import create_app
@@ -174,7 +179,7 @@ def _run(
         shown = f"[{settings.host}]" if ":" in settings.host else settings.host
         complain(f"ready: {scheme}://{shown}:{listeners[0].getsockname()[1]}{settings.api_prefix}{REALTIME}")
 
-    engine = Engine(load, settings, announce)
+    engine = Engine(lambda: load(engine.fail), settings, announce)
     server = Server(create_app(engine, settings), settings, engine)
     sys.setswitchinterval(SWITCH_SECONDS)
     with server.catch_signals():

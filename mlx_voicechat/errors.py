@@ -77,6 +77,13 @@ class ServerError(VoiceChatError):
         self.code = code or type(self).code
 
 
+class MachineLostError(VoiceChatError):
+    """Of several machines that run one model, another one is gone, or does not answer."""
+
+    code = "machine_lost"
+    exit_code = 1
+
+
 class DeviceError(VoiceChatError):
     """A microphone or a loudspeaker that is not there, refuses, or stops."""
 

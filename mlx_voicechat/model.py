@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from .frame import (
     Sound,
     State,
 )
-from .networks.codec import replace_control_codes
+from .networks.codec import CodecState, replace_control_codes
 from .networks.rnnt import FirstChoice, GreedyDecoder
 from .networks.tree import Networks
 from .text import Tokenizer, call_tokens, character_table
@@ -46,7 +46,14 @@ KEPT_OPENINGS = 2  # a prompt's caches are hundreds of megabytes at full size
 
 
 class Model:
-    """Weights and constants of one checkpoint, shared by any number of conversations of one thread."""
+    """Weights and constants of one checkpoint, shared by any number of conversations of one thread.
+
+    `held` are the networks whose weights it has: on several machines each model has a part. `late`: a frame's sound
+    comes with the frame after it.
+    """
+
+    held: Collection[str] = layout.NETWORKS
+    late = False
 
     def __init__(
         self,
@@ -63,7 +70,7 @@ class Model:
         self.requantised = requantise
         self.voices = layout.voices(parameters)
         networks = Networks(config)
-        checkpoint.build(networks, parameters, config, requantise)
+        checkpoint.build(networks, parameters, config, requantise, self.held)
         self._voices = {voice: checkpoint.voice(parameters, voice, config) for voice in self.voices}
         self.language, self.speech = networks.stt_model, networks.tts_model
         self.perception, self.tts, self.codec = self.language.perception, self.speech.tts_model, self.speech.audio_codec
@@ -76,15 +83,22 @@ class Model:
         self._prepare(folder, say)
 
     def _prepare(self, folder: Path, say: Callable[[str], None]) -> None:
-        config, silence = self.config, self.speech.codec_silence_tokens
+        self._prepare_listening()
+        self._prepare_speech(folder, say)
+
+    def _prepare_listening(self) -> None:
         self.perception.prepare()
         self.language.prepare()
+        self._hear = self.perception.step
+
+    def _prepare_speech(self, folder: Path, say: Callable[[str], None]) -> None:
+        config, silence = self.config, self.speech.codec_silence_tokens
         self.tts.prepare(silence, config.pad_id, config.eos_id)
         characters = character_table(self.tokenizer)
         self.tts.use_text_rows(text_table.cached_rows(self.tts, config.tts.characters, characters, folder, say))
         self.codec.prepare()
         self._silence = silence[None]
-        self._hear, self._decode = self.perception.step, self.codec.step
+        self._decode = self.codec.step
         mx.eval(self._silence, *self._voices.values())
 
     def compile(self) -> bool:
@@ -94,11 +108,18 @@ class Model:
         """
         if not fuses():
             return False
+        self._compile_listening()
+        self._compile_speech()
+        return True
+
+    def _compile_listening(self) -> None:
         self.language.compile()
         self.rnnt.compile()
+        self._hear = mx.compile(self.perception.step)
+
+    def _compile_speech(self) -> None:
         self.tts.compile()
-        self._hear, self._decode = mx.compile(self.perception.step), mx.compile(self.codec.step)
-        return True
+        self._decode = mx.compile(self.codec.step)
 
     def voice(self, name: str | None) -> mx.array:
         """Stored latents (1, P, W) of a voice, by default the config's speaker; InputError lists the names."""
@@ -188,12 +209,15 @@ class Model:
             _, state.language = self.language.step(fused, state.language)
             mx.eval(state.language.arrays)
             yield
-        pad = mx.array([self.config.pad_id])
         for _ in ids[1:]:
-            self._speak(pad, state, draws(state.steps))
-            mx.async_eval(state.tts.arrays)
+            self._speak_prompt(state, draws(state.steps))
             yield
         state.position = len(ids)
+
+    def _speak_prompt(self, state: State, draws: Draws) -> None:
+        """The TTS's step at a position of the system prompt."""
+        self._speak(mx.array([self.config.pad_id]), state, draws)
+        mx.async_eval(state.tts.arrays)
 
     def hear(self, samples: mx.array, state: State) -> list[Heard]:
         """Whole frames (B, n * 1280) -> n frames' Heard; advances the perception state. Lazy for one frame.
@@ -279,6 +303,10 @@ class Model:
         self._advance(state, count)
         return int(values[0])
 
+    def late_sound(self, state: State) -> tuple[np.ndarray, tuple[int, ...]]:
+        """Samples and codes of the last frame, where they are still to come."""
+        raise NotImplementedError
+
     def run(self, request: Request, state: State, profile: Profile | None = None) -> Frame | int:
         """What a session asked for: a frame, or the function id of the last position."""
         state.leave()
@@ -324,8 +352,7 @@ class Model:
     ) -> Frame:
         """Codes (1, Q) to samples, the evaluation of the whole frame, and the symbols that follow its first one."""
         stage("tts", codes, state.tts.arrays)
-        codes = replace_control_codes(codes, self._silence, self.config.codec.codebook_size)
-        samples, state.codec = self._decode(codes[:, None], state.codec)
+        codes, samples, state.codec = self.sound(codes, state.codec)
         extra = [] if asked is None else [asked]
         values = self._read([samples, codes, *extra, state.text_id, state.function_id, first.ids], state)
         stage("codec")
@@ -340,6 +367,12 @@ class Model:
             codes=tuple(values[spoken : spoken + quantizers].astype(int).tolist()),
             refused=asked is not None and self.call_tokens is not None and int(values[-4]) == self.call_tokens.start,
         )
+
+    def sound(self, codes: mx.array, codec: CodecState) -> tuple[mx.array, mx.array, CodecState]:
+        """Codes (1, Q) as the TTS gave them -> codes without control ids, samples (1, 1764), state; lazy."""
+        codes = replace_control_codes(codes, self._silence, self.config.codec.codebook_size)
+        samples, codec = self._decode(codes[:, None], codec)
+        return codes, samples, codec
 
     @staticmethod
     def _advance(state: State, positions: int) -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from .errors import InputError, LimitError, SessionClosedError, VoiceChatError, brief
-from .events import AudioFrame, Cancelled, CloseReason, Done, Event, FunctionCall, LimitReached
+from .errors import InputError, LimitError, SessionClosedError, brief
+from .events import Cancelled, CloseReason, Done, Event, FunctionCall, LimitReached
 from .frame import (
     NO_FORCE,
     Forcing,
@@ -27,7 +27,9 @@ from .frame import (
     Piece,
     PositionsRequest,
     Request,
+    Sounds,
     SpeechRequest,
+    check_sound,
 )
 from .gauges.profile import Profile
 from .noise import draws_from
@@ -69,6 +71,7 @@ class Session:
         self._forcing = Forcing(config.llm.vocab_size)
         self._turn_open = False
         self._observers: list[Callable[[Frame], None]] = []
+        self._sounds = Sounds(model.late, options.turns, model.late_sound)
         self._draws = draws_from(config.tts, self.seed, options.noise)
         self._channel = Channel(model, options)
         self._turns = Turns(
@@ -138,7 +141,7 @@ class Session:
     @property
     def runnable(self) -> bool:
         """Whether `step` has something to do now."""
-        ready = self._channel.between_frames or self._channel.runner.due
+        ready = self._channel.between_frames or self._channel.runner.due or self._sounds.due
         return bool(self._undelivered) or ready or self._frame_waits or self._hearing.limit_due
 
     # -- audio ---------------------------------------------------------------------------------------------------
@@ -187,7 +190,7 @@ class Session:
         self._require_idle()
         self._hearing.end(pad_partial and not self.limited)
         events = self._run_all()
-        return [*events, *self._close(), Done(self.frames)]
+        return [*events, *self._sounds.rest(self.state), *self._close(), Done(self.frames)]
 
     def cancel(self) -> list[Event]:
         """Drop what waits and close with Cancelled, after the events of finished frames that were not taken."""
@@ -353,9 +356,11 @@ class Session:
             return True
         if self._hearing.limit_due:
             self._hearing.limit_due = False
-            self._undelivered.append(LimitReached(self.frames, self.max_seconds or 0.0))
+            self._undelivered += [*self._sounds.rest(self.state), LimitReached(self.frames, self.max_seconds or 0.0)]
             return True
-        return False
+        rest = self._sounds.rest(self.state) if self._sounds.due else []
+        self._undelivered.extend(rest)
+        return bool(rest)
 
     def _take(self, outcome: Frame | int) -> None:
         request, self._request = self._request, None
@@ -371,11 +376,7 @@ class Session:
         assert isinstance(outcome, Frame)
         assert request is not None
         piece = self._hearing.done()
-        if not np.isfinite(outcome.samples).all():
-            raise VoiceChatError(
-                f"The model computed NaN or infinity in frame {self.frames}.",
-                f"The checkpoint {self.model.name} is probably damaged: get it again.",
-            )
+        check_sound(outcome.samples, self.frames, self.model.name)
         if isinstance(request, FrameRequest):  # of the others, the language model takes no part in a frame
             self._forcing.frame_ran(request.override)
         self._undelivered.extend(self._events(outcome, piece, isinstance(request, SpeechRequest)))
@@ -419,7 +420,7 @@ class Session:
         if passed.text or frame.text_id in (config.bos_id, config.eos_id):
             self._turn_open = frame.text_id != config.eos_id
         events += [*before, *captions.said(frame.text_id, index), *captions.called(frame.function_id, index), *called]
-        return [*events, AudioFrame(index, frame.samples, frame.codes, cancelled), *after]
+        return [*events, *self._sounds.came(frame, index, cancelled), *after]
 
     # -- checks --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import InputError
-from .events import Event
+from .events import AudioFrame, Event
 from .frame import MOST_ROWS, NO_FORCE, OWN, ROWS, Calls, Frame, FrameRequest, Slab, State, groups, joins, rows_for
 from .gauges import memory
 from .model import BLOCK_FRAMES, Model
@@ -79,7 +79,7 @@ class VoiceChat(Model):
             except Exception as fault:
                 yield session, fault
                 continue
-            if request is not None and joins(request):
+            if request is not None and joins(request) and not self.late:
                 together.append((session, request))
             else:
                 alone.append(session)
@@ -142,10 +142,10 @@ class VoiceChat(Model):
         silence = np.zeros(round(extra_seconds * self.config.input_rate_hz), np.float32)
         frames: list[Frame] = []
         session.observe(frames.append)
+        events: list[Event] = []
         for samples in (audio, silence):
-            for _ in session.feed(samples, rate_hz, block_frames=BLOCK_FRAMES):
-                pass
-        session.finish()
+            events += session.feed(samples, rate_hz, block_frames=BLOCK_FRAMES)
+        sounds = [event for event in [*events, *session.finish()] if isinstance(event, AudioFrame)]
         quantizers = self.config.codec.num_quantizers
         return Answer(
             transcript=session.transcript,
@@ -153,8 +153,8 @@ class VoiceChat(Model):
             function=session.function,
             text_ids=[frame.text_id for frame in frames],
             function_ids=[frame.function_id for frame in frames],
-            codes=np.array([frame.codes for frame in frames], np.int32).reshape(-1, quantizers),
-            samples=np.concatenate([np.zeros(0, np.float32), *(frame.samples for frame in frames)]),
+            codes=np.array([sound.codes for sound in sounds], np.int32).reshape(-1, quantizers),
+            samples=np.concatenate([np.zeros(0, np.float32), *(sound.samples for sound in sounds)]),
             rate_hz=self.config.output_rate_hz,
         )
 
@@ -247,8 +247,9 @@ def load_opened(
     opened: checkpoint.Checkpoint,
     options: LoadOptions,
     say: Callable[[str], None] = checkpoint.print_notice,
+    make: Callable[..., VoiceChat] = VoiceChat,
 ) -> VoiceChat:
-    """`load` of a checkpoint that is open already; `name` is what it is called."""
+    """`load` of a checkpoint that is open already; `name` is what it is called, `make` a class with a part of it."""
     config, stored = opened.config, opened.stored
     parameters = opened.parameters()
     limit_buffer_cache()
@@ -257,7 +258,7 @@ def load_opened(
     warning = memory.shortfall(config, stored, memory.machine(), requantise, states)
     if warning is not None:
         say(warning)
-    loaded = VoiceChat(name, config, opened.tokenizer, parameters, say, requantise)
+    loaded = make(name, config, opened.tokenizer, parameters, say, requantise)
     loaded.tts.cache_dtype = memory.KV_TYPES[options.kv_cache]
     on_gpu = mx.default_device().type == mx.gpu
     if (on_gpu if options.compile is None else options.compile) and not loaded.compile():

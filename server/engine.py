@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mlx.core as mx
 
-from mlx_voicechat.errors import VoiceChatError
+from mlx_voicechat.errors import MachineLostError, VoiceChatError
 
 from .limits import GATHER_SECONDS, INPUT_MESSAGES, INPUT_SECONDS, OUTGOING_SECONDS, ROOM_SECONDS
-from .messages import Append, Cancel, EngineEvent, Open, Request
+from .messages import Append, Broken, Cancel, EngineEvent, Open, Request
 from .metrics import Metrics
 from .served_session import FLOAT_BYTES, Backlog, ServedSession, Turn
 from .settings import ServerSettings
@@ -112,6 +112,7 @@ class Engine:
         self._order: deque[Slot] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._settled = threading.Event()
+        self._fault: BaseException | None = None  # for which it is to end
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="mlx-engine", daemon=True)
         self.metrics.gauge("sessions_active", "Sessions that hold a slot", lambda: len(self._slots))
@@ -142,6 +143,12 @@ class Engine:
             raise TimeoutError(f"The model was not loaded within {seconds:g} s.")
         if self.failure is not None:
             raise self.failure
+
+    def fail(self, fault: BaseException) -> None:
+        """End for this reason, and tell every session; from any thread. The engine's own may be at a wait for ever."""
+        self._fault = fault
+        self._on_loop(self._tell_all)
+        self.put(None, None)
 
     @property
     def running(self) -> bool:
@@ -195,6 +202,10 @@ class Engine:
         for event in events:
             slot.deliver(event)
 
+    def _tell_all(self) -> None:
+        for slot in list(self._slots):
+            self._tell(slot, [Broken(str(self._fault), None)], last=True)
+
     def _waiting_seconds(self) -> float:
         return sum(slot.waiting_seconds for slot in list(self._slots))
 
@@ -215,6 +226,9 @@ class Engine:
             self._rounds(model)
             self.state = ENDED
         except BaseException as fault:  # raised again where the server was started
+            if self._fault is None:
+                self._fault = fault
+                self._on_loop(self._tell_all)
             self.failure, self.state = fault, FAILED
             self._settle()
         finally:
@@ -230,6 +244,8 @@ class Engine:
         while not self._ending:
             slots, wait_seconds = self._due()
             self._take_requests(model, wait_seconds)
+            if self._fault is not None:
+                raise self._fault
             if slots and self.settings.sessions_together > 1:
                 slots = self._gathered(model)
             slots = [slot for slot in slots if slot in self._served]
@@ -317,6 +333,8 @@ class Engine:
         served = self._served[slot]
         try:
             work(served)
+        except MachineLostError:
+            raise
         except VoiceChatError as fault:
             served.fail(str(fault))
         except Exception as fault:
