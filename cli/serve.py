@@ -11,9 +11,9 @@ import re
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -95,6 +95,7 @@ def serve(
 
     Anyone who reaches the address can talk to it, and hear nothing of others: give a key where that is not wanted.
     """
+    given = locals()
     if log_level not in LEVELS:
         raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
     _check_tls(ssl_certfile, ssl_keyfile)
@@ -109,33 +110,7 @@ def serve(
 
     if not host.strip():
         raise InputError("--host is empty.", "127.0.0.1 is this machine, 0.0.0.0 the whole network.")
-    settings = ServerSettings(
-        model=model,
-        host=host,
-        port=port,
-        protocol=protocol,
-        api_key=api_key,
-        api_prefix=_prefix(api_prefix),
-        cors_origins=_origins("--cors-origins", cors_origins),
-        allowed_origins=_origins("--allowed-origins", allowed_origins),
-        alias=alias,
-        voice=voice,
-        ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile,
-        max_sessions=max_sessions,
-        batch=batch,
-        max_audio_seconds=max_audio_seconds,
-        idle_seconds=idle_seconds,
-        setup_seconds=setup_seconds,
-        max_message_bytes=max_message_bytes,
-        disconnect_grace_seconds=disconnect_grace_seconds,
-        fixed_prompt=fixed_prompt,
-        drain_seconds=drain_seconds,
-        typed_voice=typed_voice,
-        turns=turns,
-        instructions=instructions,
-        function_timeout=function_timeout,
-    )
+    settings = _settings(given)
     wanted = ToolOptions.of(tools, tool_command, mcp, mcp_config, mcp_tools, on_hold)
     _log(log_level)
     with contextlib.ExitStack() as opened:
@@ -145,6 +120,18 @@ def serve(
         settings = dataclasses.replace(settings, tools=sources.tools)
         ended_by, running = _run(settings, listeners, lambda lost: sources.fit_to(open_model(model, held, lost)))
     _leave(ended_by, running)
+
+
+def _settings(given: Mapping[str, Any]) -> ServerSettings:
+    """The options of the command that are the server's, by name; its tools come later."""
+    names = {field.name for field in dataclasses.fields(ServerSettings)} - {"tools"}
+    settings = ServerSettings(**{name: value for name, value in given.items() if name in names})
+    return dataclasses.replace(
+        settings,
+        api_prefix=_prefix(settings.api_prefix),
+        cors_origins=_origins("--cors-origins", given["cors_origins"]),
+        allowed_origins=_origins("--allowed-origins", given["allowed_origins"]),
+    )
 
 
 def _note_risks(settings: ServerSettings) -> None:
