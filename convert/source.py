@@ -108,7 +108,9 @@ class Source:
             return
         settings = tensor.quantised.arguments()
         for row, count in _runs(tensor.shape[0], rows or BLOCK_BYTES // (4 * tensor.shape[1])):
-            weight, scales, *biases = (self._rows(entry, row, count) for entry in tensor.parts.values())
+            weight, *parts = (self._rows(entry, row, count) for entry in tensor.parts.values())
+            # As loading does: the same numbers whatever type holds the scales, and no rounding between.
+            scales, *biases = (a if a.dtype == mx.uint8 else a.astype(mx.float32) for a in parts)
             yield Rows(row, mx.dequantize(weight, scales, biases[0] if biases else None, **settings))
 
     def stored(self, name: str, part: str, rows: int | None = None) -> Iterator[Rows]:
@@ -248,7 +250,7 @@ def tensors(stored: Mapping[str, Stored], config: ModelConfig, kind: Layout, fol
 
     Raises CheckpointError that lists what is missing, unknown or of wrong shape.
     """
-    quantisation = {name: _settings(name, entry) for name, entry in config.quantization.items()}
+    quantisation = {name: _settings(f"{folder}: {name}", entry) for name, entry in config.quantization.items()}
     found: dict[str, Tensor] = {}
     wrong: list[str] = []
     voices = layout.voices(stored)
@@ -259,7 +261,7 @@ def tensors(stored: Mapping[str, Stored], config: ModelConfig, kind: Layout, fol
         settings = quantisation.get(module)
         if settings and part in ("scales", "biases"):
             continue
-        tensor = _quantised(name, module, settings, stored) if settings and part == "weight" else None
+        tensor = _quantised(name, module, settings, stored, folder) if settings and part == "weight" else None
         tensor = tensor or Tensor(name, _mlx_shape(name, stored[name].shape, kind), {"": stored[name]})
         found[name] = tensor
         if tensor.dtype not in TYPES:
@@ -268,10 +270,12 @@ def tensors(stored: Mapping[str, Stored], config: ModelConfig, kind: Layout, fol
         if needed is not None and tensor.shape != (shape := _mlx_shape(name, needed, "nvidia")):
             wrong.append(f"{name} is {tensor.shape}, expected {shape}")
     optional = {name for name in expected if layout.OPTIONAL.search(name)}
+    idle = sorted(layer for layer in quantisation if f"{layer}.weight" not in expected)
     faults = {
         "missing": sorted(expected.keys() - found.keys() - optional),
         "unknown": sorted(found.keys() - expected.keys()),
         "wrong shape or type": wrong,
+        "named in `quantization` alone": idle,
     }
     if any(faults.values()):
         listed = "; ".join(f"{kind} {len(names)}: {some_of(names)}" for kind, names in faults.items() if names)
@@ -284,14 +288,14 @@ def tensors(stored: Mapping[str, Stored], config: ModelConfig, kind: Layout, fol
 def _settings(module: str, entry: Mapping[str, Any]) -> Quantised:
     settings = known_settings(entry.get("bits"), entry.get("group_size"), entry.get("mode", "affine"))
     if settings is None:
-        raise CheckpointError(f"`quantization` of {module} in config.json is {dict(entry)}, which MLX does not have.")
+        raise CheckpointError(f"{module}: `quantization` in config.json is {dict(entry)}, which MLX does not have.")
     return settings
 
 
-def _quantised(name: str, module: str, settings: Quantised, stored: Mapping[str, Stored]) -> Tensor:
+def _quantised(name: str, module: str, settings: Quantised, stored: Mapping[str, Stored], folder: Path) -> Tensor:
     parts = {part: stored[f"{module}.{part}"] for part, _ in settings.types if f"{module}.{part}" in stored}
     if absent := [f"{module}.{part}" for part, _ in settings.types if part not in parts]:
-        raise CheckpointError(f"{module} is quantised as {settings}, but {' and '.join(absent)} are missing.")
+        raise CheckpointError(f"{folder}: {module} is quantised as {settings}, missing are {' and '.join(absent)}.")
     rows, words = (*parts["weight"].shape, 0, 0)[:2]
     inputs = words * 32 // settings.bits
     expected = {"weight": (rows, words)} | dict.fromkeys(("scales", "biases"), (rows, inputs // settings.group_size))
@@ -299,7 +303,9 @@ def _quantised(name: str, module: str, settings: Quantised, stored: Mapping[str,
         types = ("U32",) if part == "weight" else ("U8",) if dtype == "U8" else ("F32", "BF16", "F16")
         if parts[part].shape != expected[part] or parts[part].dtype not in types:
             found = f"{parts[part].dtype} {parts[part].shape}"
-            raise CheckpointError(f"{module}.{part} is {found}, which does not fit {settings} of config.json.")
+            raise CheckpointError(
+                f"{folder}: {module}.{part} is {found}, which does not fit {settings} of config.json."
+            )
     return Tensor(name, (rows, inputs), parts, settings)
 
 

@@ -206,7 +206,7 @@ def check(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, mx.array
     raise CheckpointError(f"{place}tensors {'; '.join(faults)}.", remedy)
 
 
-def quantise_modules(module: nn.Module, config: ModelConfig) -> None:
+def quantise_modules(module: nn.Module, config: ModelConfig, where: str = "config.json") -> None:
     """Replace the layers that `config.quantization` names by quantised ones of the same bits, group size and mode.
 
     A fused layer whose parts have unlike settings becomes `Parted`. Raises CheckpointError: a name that is no such
@@ -227,12 +227,12 @@ def quantise_modules(module: nn.Module, config: ModelConfig) -> None:
         try:
             layer.to_quantized(**chosen)
         except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-            raise CheckpointError(f"{' + '.join(parts)} cannot be quantised as {chosen}: {error}") from None
+            raise CheckpointError(f"{where}: {' + '.join(parts)} cannot be quantised as {chosen}: {error}") from None
         return chosen
 
     nn.quantize(module, class_predicate=settings)
     if unused:
-        raise CheckpointError(f"`quantization` names layers that this model lacks: {some_of(sorted(unused))}.")
+        raise CheckpointError(f"{where}: `quantization` names layers that this model lacks: {some_of(sorted(unused))}.")
 
 
 def _hold_in_parts(module: nn.Module, layers: Collection[str]) -> None:
@@ -259,8 +259,9 @@ def build(
 
     `requantise` (`precision.plan`): weights to quantise as well, by stored name; replaces them in `parameters`.
     """
-    quantise_modules(module, config)
+    quantise_modules(module, config, str(parameters.folder / "config.json"))
     check(_shapes(module), parameters)
+    _check_types(module, parameters)
     _requantise(module, parameters, requantise)
     expected = sorted(_shapes(module))
     module.load_weights([(path, parameters[path]) for path in expected], strict=True)
@@ -272,6 +273,29 @@ def build(
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     flat: Any = tree_flatten(module.parameters(), destination={})
     return {path: tuple(array.shape) for path, array in flat.items()}
+
+
+def _check_types(module: nn.Module, parameters: Parameters) -> None:
+    """Raise CheckpointError, by name, unless packed weights, bytes and numbers are stored as such."""
+    flat: Any = tree_flatten(module.parameters(), destination={})
+    wrong = []
+    for path, made in flat.items():
+        packed, dtype = made.dtype in (mx.uint32, mx.uint8), parameters[path].dtype
+        if (
+            dtype != made.dtype
+            if packed
+            else mx.issubdtype(made.dtype, mx.floating) != mx.issubdtype(dtype, mx.floating)
+        ):
+            kind = str(made.dtype).rpartition(".")[2] if packed or made.dtype == mx.int32 else "a float"
+            wrong += [
+                f"{_where(name, parameters.stored)} {parameters.stored[name].dtype}, expected {kind}"
+                for name in layout.stored_names(path)
+            ]
+    if wrong:
+        raise CheckpointError(
+            f"{parameters.folder}: tensors of wrong type {len(wrong)}: {some_of(wrong)}.",
+            "They are not quantised as config.json says: get the checkpoint again.",
+        )
 
 
 def _requantise(module: nn.Module, parameters: Parameters, chosen: Mapping[str, Mapping[str, int]]) -> None:

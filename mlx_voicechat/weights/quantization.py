@@ -63,7 +63,7 @@ def is_stated(raw: Mapping[str, Any]) -> bool:
 
 
 def summary(raw: Mapping[str, Any]) -> str:
-    """What a config alone says of it: `4 bits`, `3 to 8 bits`, `mxfp4 and 8 bits`; empty where it says nothing."""
+    """What a config alone says of it: `4 bits`, `3 to 8 bits`, `mxfp4, 8 bits`; empty where it says nothing."""
     bits: set[int] = set()
     modes: set[str] = set()
     for key, value in _maps(raw):
@@ -77,7 +77,7 @@ def summary(raw: Mapping[str, Any]) -> str:
     words = sorted(modes)
     if bits:
         words.append(f"{min(bits)} bits" if len(bits) == 1 else f"{min(bits)} to {max(bits)} bits")
-    return " and ".join(words)
+    return ", ".join(words)
 
 
 def _maps(raw: Mapping[str, Any]) -> list[tuple[str, Any]]:
