@@ -46,7 +46,7 @@ def download(
 def _fetch(repository: str, revision: str | None) -> str:
     """The folder of a repository's checkpoint, downloaded if need be."""
     from mlx_voicechat.weights import hub, hub_cache
-    from mlx_voicechat.weights.config_file import check_config
+    from mlx_voicechat.weights.config_file import check_config, check_parts, read_json
 
     if not hub.is_repository_id(repository):
         known = ", ".join(hub_cache.PUBLISHED)
@@ -57,7 +57,9 @@ def _fetch(repository: str, revision: str | None) -> str:
         folder = here.folder
     else:
         folder = hub.fetch(repository, revision, ["config.json"], lambda _: None)
-        if hub_cache.layout(folder) != "nvidia":
+        if hub_cache.layout(folder) == "nvidia":
+            check_parts(read_json(folder), str(folder / "config.json"))
+        else:
             check_config(folder)  # another model's, or newer than this program: stop before its weights
         folder = hub.fetch(repository, revision, hub_cache.patterns_for(folder), note)
     if hub_cache.layout(folder) == "nvidia":
@@ -66,13 +68,13 @@ def _fetch(repository: str, revision: str | None) -> str:
 
 
 def table(rows: Sequence[CachedModel]) -> str:
-    """What the cache holds, a line each: repository, state, size, revision."""
+    """What the cache holds, a line each: repository, state, size, revision, and what its config says it is."""
     from mlx_voicechat.weights.hub import gigabytes
 
     width = max(len(row.repository) for row in rows)
     lines = [
         f"{row.repository:<{width}}  {row.state:<8}  {gigabytes(row.bytes) if row.bytes else '-':>8}  "
-        f"{row.revision[:REVISION_DIGITS] or '-'}"
+        f"{row.revision[:REVISION_DIGITS] or '-':<{REVISION_DIGITS}}  {row.kind}"
         for row in rows
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(line.rstrip() for line in lines) + "\n"

@@ -16,6 +16,7 @@ from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import CheckpointError, InputError
 from mlx_voicechat.networks.ear_tts import EarTts
 from mlx_voicechat.networks.linear import product_of_many_rows
+from mlx_voicechat.networks.tree import Networks
 from mlx_voicechat.text import character_table
 from mlx_voicechat.weights import checkpoint, layout, quantization, text_table
 from mlx_voicechat.weights.checkpoint import CONVERSION_KEY
@@ -267,8 +268,8 @@ def _write_text_table(folder: Path, config: ModelConfig, source: Source, say: Sa
 def text_side(folder: Path) -> EarTts:
     """The TTS of the checkpoint in `folder`, of which only the parts that the text table is made of have weights."""
     opened = checkpoint.open_folder(folder)
-    tts = EarTts(opened.config.tts, opened.config.llm.vocab_size)
+    networks = Networks(opened.config)
+    checkpoint.quantise_modules(networks, opened.config)
     parameters = opened.parameters().items()
-    made_of = [(layout.own_name(path), array) for path, array in parameters if layout.TEXT_SIDE.match(path)]
-    tts.load_weights(made_of, strict=False)
-    return tts
+    networks.load_weights([item for item in parameters if layout.TEXT_SIDE.match(item[0])], strict=False)
+    return networks.tts_model.tts_model

@@ -16,19 +16,16 @@ import numpy as np
 from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import CheckpointError, HubError, InputError
 from mlx_voicechat.text import Tokenizer
-from mlx_voicechat.weights import checkpoint, hub, layout
-from mlx_voicechat.weights.config_file import is_original, parse_config, read_json
-from mlx_voicechat.weights.hub_cache import COMMIT
+from mlx_voicechat.weights import checkpoint, hub, layout, original
+from mlx_voicechat.weights.config_file import check_parts, is_original, parse_config, read_json
+from mlx_voicechat.weights.hub_cache import COMMIT, patterns_for
 from mlx_voicechat.weights.shards import Stored, some_of, verify
 
 from .plans import Facts, Quantised, known_settings
-from .runtime_config import SPECIAL_TOKENS, runtime_config
 
 Layout: TypeAlias = Literal["nvidia", "mlx-community", "ours"]
 Say: TypeAlias = Callable[[str], None]
 
-BASE_LLM = "nvidia/NVIDIA-Nemotron-Nano-9B-v2"
-TOKENIZER_FOLDER = "tokenizer"  # of a local original, where the base LLM's files lie beside it
 BLOCK_BYTES = 8 * 2**20  # of a source tensor in memory at once
 # safetensors type: what numpy reads it as, and what MLX then views it as
 TYPES: dict[str, tuple[Any, mx.Dtype]] = {
@@ -111,7 +108,9 @@ class Source:
             return
         settings = tensor.quantised.arguments()
         for row, count in _runs(tensor.shape[0], rows or BLOCK_BYTES // (4 * tensor.shape[1])):
-            weight, scales, *biases = (self._rows(entry, row, count) for entry in tensor.parts.values())
+            weight, *parts = (self._rows(entry, row, count) for entry in tensor.parts.values())
+            # As loading does: the same numbers whatever type holds the scales, and no rounding between.
+            scales, *biases = (a if a.dtype == mx.uint8 else a.astype(mx.float32) for a in parts)
             yield Rows(row, mx.dequantize(weight, scales, biases[0] if biases else None, **settings))
 
     def stored(self, name: str, part: str, rows: int | None = None) -> Iterator[Rows]:
@@ -172,17 +171,17 @@ def open_source(
     """Find, verify and describe a checkpoint; nothing is read but headers, configs and the tokenizer.
 
     `source` and `tokenizer` are folders or hub ids; the tokenizer's, which for an original also holds the base LLM's
-    config, is by default the checkpoint's own, or BASE_LLM. Raises CheckpointError, HubError and InputError.
+    config, is by default the checkpoint's own, or the base LLM's. Raises CheckpointError, HubError and InputError.
     """
     folder, source_revision = _find(source, revision, ["config.json"], "--source", say)
     raw = read_json(folder)
+    check_parts(raw, str(folder / "config.json"))
     kind = _layout(raw, folder)
     if not os.path.isdir(os.path.expanduser(source)):  # only now is it known which files it takes
-        patterns = hub.ORIGINAL_PATTERNS if kind == "nvidia" else hub.PATTERNS
+        patterns = patterns_for(folder)
         folder, source_revision = _find(source, source_revision, patterns, "--source", say)
     if tokenizer is not None or kind == "nvidia":
-        own = folder / TOKENIZER_FOLDER
-        given = tokenizer or (str(own) if (own / "tokenizer.json").is_file() else BASE_LLM)
+        given = tokenizer or str(original.local_base(raw, folder) or original.BASE_LLM)
         beside, beside_revision = _find(given, tokenizer_revision, hub.BASE_PATTERNS, "--tokenizer", say)
     elif tokenizer_revision is not None:
         raise InputError("--tokenizer-revision needs --tokenizer: this checkpoint has a tokenizer of its own.")
@@ -190,8 +189,9 @@ def open_source(
         beside, beside_revision = folder, source_revision
     words = Tokenizer(beside)
     stored = verify(folder)
+    checkpoint.check_whole(stored, folder)
     if kind == "nvidia":
-        raw = _translate(raw, folder, beside, words, stored)
+        raw = original.translate(raw, folder, beside, words, stored)
     config = parse_config(raw, str(folder / "config.json"), {name: entry.shape for name, entry in stored.items()})
     checkpoint.check_tokenizer(words, beside, config)
     return Source(
@@ -245,28 +245,12 @@ def _layout(raw: Mapping[str, Any], folder: Path) -> Layout:
     return "ours" if checkpoint.stored_format(raw, folder) else "mlx-community"
 
 
-def _translate(
-    raw: Mapping[str, Any], folder: Path, beside: Path, words: Tokenizer, stored: Mapping[str, Stored]
-) -> dict[str, Any]:
-    """The runtime config of an original."""
-    ids = {token: words.backend.token_to_id(token) for token in SPECIAL_TOKENS.values()}
-    if absent := [token for token, number in ids.items() if number is None]:
-        raise CheckpointError(f"{beside}: the tokenizer has no {', '.join(absent)}.", "Name the base LLM's tokenizer.")
-    characters = stored.get(layout.CHARACTERS)
-    base = read_json(beside)
-    base = base.get("text_config", base)  # of a runtime config, when the tokenizer is another checkpoint's
-    rows = characters.shape[0] if characters and characters.shape else 0
-    return runtime_config(
-        raw, base, {t: int(n) for t, n in ids.items() if n is not None}, rows, f"{folder}/config.json"
-    )
-
-
 def tensors(stored: Mapping[str, Stored], config: ModelConfig, kind: Layout, folder: Path) -> dict[str, Tensor]:
     """The model's tensors by name, those that no use needs left out; quantised ones with their parts.
 
     Raises CheckpointError that lists what is missing, unknown or of wrong shape.
     """
-    quantisation = {name: _settings(name, entry) for name, entry in config.quantization.items()}
+    quantisation = {name: _settings(f"{folder}: {name}", entry) for name, entry in config.quantization.items()}
     found: dict[str, Tensor] = {}
     wrong: list[str] = []
     voices = layout.voices(stored)
@@ -277,7 +261,7 @@ def tensors(stored: Mapping[str, Stored], config: ModelConfig, kind: Layout, fol
         settings = quantisation.get(module)
         if settings and part in ("scales", "biases"):
             continue
-        tensor = _quantised(name, module, settings, stored) if settings and part == "weight" else None
+        tensor = _quantised(name, module, settings, stored, folder) if settings and part == "weight" else None
         tensor = tensor or Tensor(name, _mlx_shape(name, stored[name].shape, kind), {"": stored[name]})
         found[name] = tensor
         if tensor.dtype not in TYPES:
@@ -286,10 +270,12 @@ def tensors(stored: Mapping[str, Stored], config: ModelConfig, kind: Layout, fol
         if needed is not None and tensor.shape != (shape := _mlx_shape(name, needed, "nvidia")):
             wrong.append(f"{name} is {tensor.shape}, expected {shape}")
     optional = {name for name in expected if layout.OPTIONAL.search(name)}
+    idle = sorted(layer for layer in quantisation if f"{layer}.weight" not in expected)
     faults = {
         "missing": sorted(expected.keys() - found.keys() - optional),
         "unknown": sorted(found.keys() - expected.keys()),
         "wrong shape or type": wrong,
+        "named in `quantization` alone": idle,
     }
     if any(faults.values()):
         listed = "; ".join(f"{kind} {len(names)}: {some_of(names)}" for kind, names in faults.items() if names)
@@ -302,14 +288,14 @@ def tensors(stored: Mapping[str, Stored], config: ModelConfig, kind: Layout, fol
 def _settings(module: str, entry: Mapping[str, Any]) -> Quantised:
     settings = known_settings(entry.get("bits"), entry.get("group_size"), entry.get("mode", "affine"))
     if settings is None:
-        raise CheckpointError(f"`quantization` of {module} in config.json is {dict(entry)}, which MLX does not have.")
+        raise CheckpointError(f"{module}: `quantization` in config.json is {dict(entry)}, which MLX does not have.")
     return settings
 
 
-def _quantised(name: str, module: str, settings: Quantised, stored: Mapping[str, Stored]) -> Tensor:
+def _quantised(name: str, module: str, settings: Quantised, stored: Mapping[str, Stored], folder: Path) -> Tensor:
     parts = {part: stored[f"{module}.{part}"] for part, _ in settings.types if f"{module}.{part}" in stored}
-    if len(parts) != len(settings.types):
-        raise CheckpointError(f"{module} is quantised, but lacks some of {', '.join(p for p, _ in settings.types)}.")
+    if absent := [f"{module}.{part}" for part, _ in settings.types if part not in parts]:
+        raise CheckpointError(f"{folder}: {module} is quantised as {settings}, missing are {' and '.join(absent)}.")
     rows, words = (*parts["weight"].shape, 0, 0)[:2]
     inputs = words * 32 // settings.bits
     expected = {"weight": (rows, words)} | dict.fromkeys(("scales", "biases"), (rows, inputs // settings.group_size))
@@ -317,7 +303,9 @@ def _quantised(name: str, module: str, settings: Quantised, stored: Mapping[str,
         types = ("U32",) if part == "weight" else ("U8",) if dtype == "U8" else ("F32", "BF16", "F16")
         if parts[part].shape != expected[part] or parts[part].dtype not in types:
             found = f"{parts[part].dtype} {parts[part].shape}"
-            raise CheckpointError(f"{module}.{part} is {found}, which does not fit {settings} of config.json.")
+            raise CheckpointError(
+                f"{folder}: {module}.{part} is {found}, which does not fit {settings} of config.json."
+            )
     return Tensor(name, (rows, inputs), parts, settings)
 
 

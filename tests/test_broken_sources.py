@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mlx_voicechat.convert import plans, writer
-from mlx_voicechat.convert.runtime_config import runtime_config
 from mlx_voicechat.convert.source import open_source
 from mlx_voicechat.errors import CheckpointError, InputError
 from mlx_voicechat.weights.config_file import parse_config, read_config
+from mlx_voicechat.weights.original import runtime_config
 from mlx_voicechat.weights.shards import places, verify
 from tests.support.checkpoints import GOLDEN
 

@@ -128,6 +128,7 @@ def damage(folder: Path, how: str) -> None:
         shard.write_bytes(b"version https://git-lfs.example/spec/v1\noid sha256:0\nsize 1\n")
     elif how == "no index":
         (folder / INDEX).unlink()
+        shard.unlink()
     elif how == "no weights":
         for file in [*folder.glob("*.safetensors"), folder / INDEX]:
             file.unlink()
@@ -409,8 +410,6 @@ def test_modules_are_quantised_as_named() -> None:
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        (parts(**{f"{ATTENTION}k_proj": {"group_size": 32, "bits": 4}}), ["must be the same", f"{ATTENTION}k_proj"]),
-        ({f"{ATTENTION}q_proj": {"group_size": 32, "bits": 4}}, ["must be the same", f"{ATTENTION}v_proj: none"]),
         ({"stt_model.lm_head": {"group_size": 64, "bits": 4}}, ["stt_model.lm_head cannot be quantised"]),
         ({"stt_model.lm_head": {"group_size": 32, "bits": 7}}, ["stt_model.lm_head cannot be quantised"]),
         ({"stt_model.lm_head": {"mode": "nf4"}}, ["stt_model.lm_head cannot be quantised", "nf4"]),
@@ -450,21 +449,34 @@ def test_a_quantised_speech_layer_has_nothing_left_to_cast(tmp_path: Path, mode:
     assert mx.allclose(layer(x), exact, rtol=0, atol=0.1)
 
 
-def test_parts_of_one_layer_must_be_alike(tmp_path: Path) -> None:
+def test_parts_of_one_layer_that_are_quantised_unlike(tmp_path: Path) -> None:
+    """Each stays as it is stored, one of them not quantised at all; the layer computes what the parts do."""
     folder = copy_of("tiny-bf16", tmp_path)
-    gate, up = (f"tts_model.tts_model.backbone.layers.0.mlp.{part}_proj" for part in ("gate", "up"))
+    layers = {part: f"tts_model.tts_model.backbone.layers.0.self_attn.{part}_proj" for part in "qkv"}
+    entries = {layers["q"]: {"group_size": 32, "bits": 4}, layers["v"]: {"group_size": 64, "bits": 8}}
+    matrices: list[mx.array] = []
 
     def change(tensors: dict[str, mx.array]) -> None:
-        for layer, bits in ((gate, 4), (up, 8)):
-            packed = mx.quantize(tensors[f"{layer}.weight"], group_size=32, bits=bits)
+        for layer in layers.values():
+            if (entry := entries.get(layer)) is None:
+                matrices.append(tensors[f"{layer}.weight"].astype(mx.float32))
+                continue
+            packed = mx.quantize(tensors[f"{layer}.weight"], **entry)
+            matrices.append(mx.dequantize(*(packed[0], *(a.astype(mx.float32) for a in packed[1:])), **entry))
             names = ("weight", "scales", "biases")
             tensors |= {f"{layer}.{name}": array for name, array in zip(names, packed, strict=True)}
 
     rewrite(folder, change)
-    refused(lambda: load(folder), "does not say how 2 layers that have scales are quantised", gate, up)
-    entries = {gate: {"group_size": 32, "bits": 4}, up: {"group_size": 32, "bits": 8}}
+    refused(lambda: load(folder), "does not say how 2 layers that have scales are quantised", layers["q"], layers["v"])
     edit_json(folder / "config.json", lambda raw: raw.update(quantization=entries))
-    refused(lambda: load(folder), "must be the same", f"{gate}: ", "'bits': 4", f"{up}: ", "'bits': 8")
+    networks, _, _ = load(folder)
+    layer = networks.tts_model.tts_model.backbone.layers[0].self_attn.qkv_proj
+    assert [type(layer[f"{part}_proj"]).__name__ for part in "qkv"] == ["QuantizedLinear", "Linear", "QuantizedLinear"]
+    x = mx.random.normal((3, 64), key=mx.random.key(0))
+    assert layer(x).dtype == mx.float32
+    assert mx.allclose(layer(x), x @ mx.concatenate(matrices).T, rtol=1e-5, atol=1e-5)
+    plain = networks.tts_model.tts_model.backbone.layers[1].self_attn.qkv_proj
+    assert isinstance(plain, nn.Linear)
 
 
 def test_parts_of_one_layer_must_be_of_one_width(tmp_path: Path) -> None:

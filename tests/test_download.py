@@ -67,7 +67,7 @@ def test_a_published_checkpoint(server: Hub, tmp_path: Path) -> None:
     code, out, err = command(tmp_path, "http://127.0.0.1:9", "download", "--list")
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
-    assert lines[0] == [PUBLISHED["4bit"], "complete", "2.5", "MB", COMMIT[:12]]
+    assert lines[0] == [PUBLISHED["4bit"], "complete", "2.5", "MB", COMMIT[:12], "4", "bits"]
     assert [line[1] for line in lines[1:]] == ["absent"] * 3
 
     code, out, _ = command(tmp_path, "http://127.0.0.1:9", "info", PUBLISHED["4bit"], "--hash", "--json")

@@ -242,7 +242,7 @@ def test_what_the_cache_holds(server: Hub, tmp_path: Path, monkeypatch: pytest.M
         hub_cache.ORIGINAL,
     }
     size = sum(file.stat().st_size for file in folder.iterdir())
-    assert rows["org/small"] == ("org/small", "complete", size, COMMIT, folder, "")
+    assert rows["org/small"] == ("org/small", "complete", size, COMMIT, folder, "", "4 bits")
     assert (rows["org/large"].state, rows["org/large"].revision) == ("partial", COMMIT)
     assert "org/base" not in rows
 

@@ -79,12 +79,12 @@ class PredictionNet(nn.Module):
     def __init__(self, config: RnntConfig) -> None:
         super().__init__()
         self.prediction = Prediction(config)
+        self._width = config.pred_hidden
 
     def start(self, batch: int = 1) -> tuple[mx.array, LstmState]:
         """-> prediction (B, 1, P) before any symbol and the state after it: a zero vector into a zero state."""
-        width = self.prediction.embed.weight.shape[-1]
-        zeros = tuple(mx.zeros((batch, width)) for _ in self.prediction.dec_rnn.lstm.layers)
-        return self._advance(mx.zeros((batch, width)), LstmState(zeros, zeros))
+        zeros = tuple(mx.zeros((batch, self._width)) for _ in self.prediction.dec_rnn.lstm.layers)
+        return self._advance(mx.zeros((batch, self._width)), LstmState(zeros, zeros))
 
     def step(self, symbol: mx.array, state: LstmState) -> tuple[mx.array, LstmState]:
         """symbol (B,) -> prediction (B, 1, P), state."""

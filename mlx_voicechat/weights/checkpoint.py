@@ -16,14 +16,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from .. import assets
 from ..config import ModelConfig
 from ..errors import CheckpointError, InputError
+from ..networks.parted import Parted
 from ..text import Tokenizer
-from . import hub, layout, precision
-from .config_file import check_kind, parse_config, read_json
+from . import hub, layout, original, precision
+from .config_file import HALF, check_kind, check_parts, is_original, parse_config, read_json
 from .hub import print_notice
 from .shards import Stored, some_of, verify
 
@@ -31,6 +32,13 @@ DEMONSTRATION = "tiny"  # the model name that stands for the packaged checkpoint
 FORMAT_KEY = "mlx_voicechat_format"  # in config.json: MLX tensor layouts, written by `convert`
 FORMAT_VERSION = 1
 CONVERSION_KEY = "mlx_voicechat_conversion"  # in config.json: where a converted checkpoint comes from, and how
+NETWORK_NAMES = {
+    "perception": "the speech encoder",
+    "rnnt": "the transcriber",
+    "language": "the language model",
+    "tts": "the speech generator (TTS)",
+    "codec": "the audio codec",
+}
 STEP_BYTES = 256 * 2**20  # weights evaluated at once, so that what they are made from is freed early
 
 
@@ -78,9 +86,10 @@ class Checkpoint:
     """
 
     folder: Path
-    raw: Mapping[str, Any]  # config.json as it stands
+    raw: Mapping[str, Any]  # config.json as it stands, of an original what it comes to
     stored: Mapping[str, Stored]
     config: ModelConfig
+    base: Path | None = None  # where the tokenizer lies when it is not in `folder`
 
     @property
     def format(self) -> int:
@@ -99,8 +108,9 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises CheckpointError when it is absent, broken or another model's."""
-        tokenizer = Tokenizer(self.folder)
-        check_tokenizer(tokenizer, self.folder, self.config)
+        folder = self.base or self.folder
+        tokenizer = Tokenizer(folder)
+        check_tokenizer(tokenizer, folder, self.config)
         return tokenizer
 
     def parameters(self) -> Parameters:
@@ -113,8 +123,9 @@ class Checkpoint:
         weights: dict[str, mx.array] = {}
         for file in self.files:
             weights |= _read(self.folder / file)
-        whole = {name: array for name, array in weights.items() if _fits(name, weights, self.stored, self.config)}
-        assembled = layout.assemble(whole, torch_layout)
+        apart = layout.held_in_parts(self.config.quantization)
+        whole = {name: array for name, array in weights.items() if _fits(name, weights, self.stored, apart)}
+        assembled = layout.assemble(whole, torch_layout, apart)
         wide = precision.llm_is_float32(self.stored)
         parameters = {path: layout.cast(path, array, wide) for path, array in assembled.items()}
         if self.config.speaker not in (voices := layout.voices(parameters)):
@@ -126,18 +137,27 @@ class Checkpoint:
         return Parameters(parameters, self.folder, self.stored)
 
 
-def open_folder(folder: Path) -> Checkpoint:
-    """Open the checkpoint in a folder; raises what `read_json`, `shards.verify` and `parse_config` raise."""
+def open_folder(folder: Path, say: Callable[[str], None] = print_notice) -> Checkpoint:
+    """Open the checkpoint in a folder; raises what `read_json`, `shards.verify` and `parse_config` raise.
+
+    With NVIDIA's own config it needs the base LLM's, and a tokenizer: `original.base_folder` says where they are.
+    """
     raw, where = read_json(folder), str(folder / "config.json")
     check_kind(raw, where)
+    check_parts(raw, where)
     stored = verify(folder)
+    check_whole(stored, folder)
+    base = None
+    if is_original(raw):
+        base = original.base_folder(raw, folder, say)
+        raw = original.translate(raw, folder, base, Tokenizer(base), stored)
     config = parse_config(raw, where, {name: tensor.shape for name, tensor in stored.items()})
-    return Checkpoint(folder, raw, stored, config)
+    return Checkpoint(folder, raw, stored, config, base)
 
 
 def open_model(model: str | Path, say: Callable[[str], None] = print_notice) -> Checkpoint:
     """`find`, then `open_folder`."""
-    return open_folder(find(model, say))
+    return open_folder(find(model, say), say)
 
 
 def stored_format(raw: Mapping[str, Any], folder: Path) -> int:
@@ -149,6 +169,16 @@ def stored_format(raw: Mapping[str, Any], folder: Path) -> int:
             "Update mlx-voicechat.",
         )
     return version
+
+
+def check_whole(stored: Mapping[str, Stored], folder: Path) -> None:
+    """Raise CheckpointError for half a model: one of the five networks has no tensor at all."""
+    absent = layout.absent_networks(stored)
+    if 0 < len(absent) < len(layout.NETWORKS):
+        raise CheckpointError(
+            f"{folder} is half a model: its files have nothing of {', '.join(NETWORK_NAMES[name] for name in absent)}.",
+            HALF,
+        )
 
 
 def check(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, mx.array]) -> None:
@@ -176,32 +206,47 @@ def check(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, mx.array
     raise CheckpointError(f"{place}tensors {'; '.join(faults)}.", remedy)
 
 
-def quantise_modules(module: nn.Module, config: ModelConfig) -> None:
+def quantise_modules(module: nn.Module, config: ModelConfig, where: str = "config.json") -> None:
     """Replace the layers that `config.quantization` names by quantised ones of the same bits, group size and mode.
 
-    Raises CheckpointError: a name that is no such layer, parts of one fused layer with unlike settings, settings that
-    MLX does not have or a group size that does not divide the inputs.
+    A fused layer whose parts have unlike settings becomes `Parted`. Raises CheckpointError: a name that is no such
+    layer, settings that MLX does not have or a group size that does not divide the inputs.
     """
-    unused = set(config.quantization)
-    if not unused:
+    unused = {layer for layer in config.quantization if not layout.OPTIONAL.search(f"{layer}.weight")}
+    if not config.quantization:
         return
+    _hold_in_parts(module, layout.held_in_parts(config.quantization))
 
     def settings(path: str, layer: nn.Module) -> dict[str, Any] | bool:
         parts = layout.stored_names(path)
         unused.difference_update(parts)
-        entry = _common_settings(parts, config)
+        entry = config.quantization.get(parts[0])
         if entry is None:
             return False
         chosen = {key: value for key, value in entry.items() if key in ("group_size", "bits", "mode")}
         try:
             layer.to_quantized(**chosen)
         except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-            raise CheckpointError(f"{' + '.join(parts)} cannot be quantised as {chosen}: {error}") from None
+            raise CheckpointError(f"{where}: {' + '.join(parts)} cannot be quantised as {chosen}: {error}") from None
         return chosen
 
     nn.quantize(module, class_predicate=settings)
     if unused:
-        raise CheckpointError(f"`quantization` names layers that this model lacks: {some_of(sorted(unused))}.")
+        raise CheckpointError(f"{where}: `quantization` names layers that this model lacks: {some_of(sorted(unused))}.")
+
+
+def _hold_in_parts(module: nn.Module, layers: Collection[str]) -> None:
+    if not layers:
+        return
+    own = _shapes(module)
+    held: list[tuple[str, Any]] = []
+    for path, layer in module.named_modules():
+        if path in layers:
+            shapes = layout.stored_shapes(f"{path}.weight", own)
+            made = (type(layer)(shape[1], shape[0], bias="bias" in layer) for _, shape in shapes)
+            names = (name.split(".")[-2] for name, _ in shapes)
+            held.append((path, Parted(dict(zip(names, made, strict=True)))))
+    module.update_modules(tree_unflatten(held))
 
 
 def build(
@@ -216,8 +261,9 @@ def build(
     `requantise` (`precision.plan`): weights to quantise as well, by stored name; replaces them in `parameters`.
     Of networks that are not `held` no weight is read.
     """
-    quantise_modules(module, config)
+    quantise_modules(module, config, str(parameters.folder / "config.json"))
     check(_shapes(module), parameters)
+    _check_types(module, parameters)
     _requantise(module, parameters, {name: how for name, how in requantise.items() if layout.network(name) in held})
     expected = sorted(path for path in _shapes(module) if layout.network(path) in held)
     module.load_weights([(path, parameters[path]) for path in expected], strict=len(held) == len(layout.NETWORKS))
@@ -229,6 +275,29 @@ def build(
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     flat: Any = tree_flatten(module.parameters(), destination={})
     return {path: tuple(array.shape) for path, array in flat.items()}
+
+
+def _check_types(module: nn.Module, parameters: Parameters) -> None:
+    """Raise CheckpointError, by name, unless packed weights, bytes and numbers are stored as such."""
+    flat: Any = tree_flatten(module.parameters(), destination={})
+    wrong = []
+    for path, made in flat.items():
+        packed, dtype = made.dtype in (mx.uint32, mx.uint8), parameters[path].dtype
+        if (
+            dtype != made.dtype
+            if packed
+            else mx.issubdtype(made.dtype, mx.floating) != mx.issubdtype(dtype, mx.floating)
+        ):
+            kind = str(made.dtype).rpartition(".")[2] if packed or made.dtype == mx.int32 else "a float"
+            wrong += [
+                f"{_where(name, parameters.stored)} {parameters.stored[name].dtype}, expected {kind}"
+                for name in layout.stored_names(path)
+            ]
+    if wrong:
+        raise CheckpointError(
+            f"{parameters.folder}: tensors of wrong type {len(wrong)}: {some_of(wrong)}.",
+            "They are not quantised as config.json says: get the checkpoint again.",
+        )
 
 
 def _requantise(module: nn.Module, parameters: Parameters, chosen: Mapping[str, Mapping[str, int]]) -> None:
@@ -275,25 +344,15 @@ def _read(file: Path) -> dict[str, mx.array]:
         raise CheckpointError(f"{file} cannot be read: {error}.") from None
 
 
-def _common_settings(layers: Sequence[str], config: ModelConfig) -> Mapping[str, Any] | None:
-    """How the layers that run as one are quantised; CheckpointError names them when they are not so alike."""
-    entries = [config.quantization.get(layer) for layer in layers]
-    if any(entry != entries[0] for entry in entries):
-        listed = "; ".join(f"{layer}: {entry or 'none'}" for layer, entry in zip(layers, entries, strict=True))
-        raise CheckpointError(f"Quantisation must be the same in parts that run as one layer: {listed}.")
-    return entries[0]
-
-
-def _fits(name: str, weights: Mapping[str, mx.array], stored: Mapping[str, Stored], config: ModelConfig) -> bool:
+def _fits(name: str, weights: Mapping[str, mx.array], stored: Mapping[str, Stored], apart: Collection[str]) -> bool:
     """Whether a tensor can be assembled: its partners are there (`check` reports those absent) and of one width.
 
-    Raises CheckpointError for partners of unlike width or quantisation.
+    Those of layers held in parts (`apart`) need none. Raises CheckpointError for partners of unlike width.
     """
-    parts = layout.fused_with(name)
+    parts = layout.stored_names(layout.parameter_path(name, apart))
     if any(partner not in weights for partner in parts):
         return False
     if len(parts) > 1:
-        _common_settings([partner.rpartition(".")[0] for partner in parts], config)
         rows = int(layout.is_stacked(name))  # the others are added whole
         if len({weights[partner].shape[rows:] for partner in parts}) > 1:
             listed = ", ".join(f"{_where(partner, stored)} {weights[partner].shape}" for partner in parts)

@@ -36,6 +36,18 @@ from .config_reader import MAX_NUMBER, MAX_SIZE, MIN_FLOAT, Reader
 from .shards import verify
 
 MODEL_TYPE = "nemotron_voicechat"
+# What stands in each part of a runtime config, and of NVIDIA's `model`: one that lacks some is of half a model.
+SECTIONS = {
+    "audio_config": "the speech encoder and the transcriber",
+    "text_config": "the language model",
+    "tts_config": "the speech generator (TTS)",
+    "codec_config": "the audio codec",
+}
+ORIGINAL_SECTIONS = {
+    "stt": "the speech encoder and the language model",
+    "speech_generation": "the speech generator (TTS) and its codec",
+}
+HALF = "Get a whole checkpoint, for example mlx-community/NemotronLabs-VoiceChat-11B-4bit."
 RUNTIME_CONFIG_VERSION = 2
 QUERIES = re.compile(r"\.llm\.layers\.\d+\.mixer\.q_proj\.weight$")
 
@@ -56,6 +68,10 @@ def read_config(folder: Path) -> ModelConfig:
 def check_config(folder: Path) -> None:
     """Raise CheckpointError for a `config.json` that no weights could go with; they need not be there yet."""
     raw = read_json(folder)
+    check_kind(raw, str(folder / "config.json"))
+    check_parts(raw, str(folder / "config.json"))
+    if is_original(raw):
+        return  # the rest is the base LLM's to say
     text = raw.get("text_config")
     if isinstance(text, dict) and text.get("head_dim") is None:  # the weights say it: any will do
         raw["text_config"] = text | {"head_dim": 1}
@@ -99,18 +115,41 @@ def _plain_shapes(config: ModelConfig, shapes: Shapes) -> Shapes:
         return {}
     from . import layout  # MLX, which a look at a config does not need
 
-    return {name.removesuffix(".weight"): shape for name, shape in layout.shapes(config).items()}
+    plain = layout.shapes(config)
+    return {name.removesuffix(".weight"): layout.matrix_shape(shape) for name, shape in plain.items()}
 
 
 def is_original(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of NVIDIA's original, which is to be converted."""
-    return raw.get("model_type") is None and bool({"model", "data"} & raw.keys())
+    """Whether a config.json is NVIDIA's own: NeMo's, with the parts of this model."""
+    model = raw.get("model")
+    parts = model.keys() & ORIGINAL_SECTIONS if isinstance(model, Mapping) else ()
+    return raw.get("model_type") is None and bool(parts or "_rnnt_merge_info" in raw)
+
+
+def absent_parts(raw: Mapping[str, Any]) -> list[str]:
+    """What a config.json says nothing of, for a message; none for one that says nothing of anything."""
+    sections = ORIGINAL_SECTIONS if is_original(raw) else SECTIONS
+    parts: Any = raw.get("model") if is_original(raw) else raw
+    absent = [text for name, text in sections.items() if not isinstance(parts, Mapping) or parts.get(name) is None]
+    return absent if len(absent) < len(sections) else []
+
+
+def check_parts(raw: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError for a config.json of half a model."""
+    if absent := absent_parts(raw):
+        raise CheckpointError(f"{where} is of half a model: it says nothing of {', nor of '.join(absent)}.", HALF)
 
 
 def check_kind(raw: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError unless it is a runtime config of a version that this program reads."""
+    """Raise CheckpointError unless this program loads what has this config, by its kind and version.
+
+    NVIDIA's own config loads where it says how the weights are quantised; the original, float32 throughout, does not.
+    """
     kind = raw.get("model_type")
-    if is_original(raw):
+    original = is_original(raw)
+    if original and quantization.is_stated(raw):
+        return
+    if original:
         raise CheckpointError(
             f"{where} is NVIDIA's original layout, which does not load directly.",
             f"Convert it: `mlx-voicechat convert --source {Path(where).parent} --output FOLDER --plan 8bit`; "

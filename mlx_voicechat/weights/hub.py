@@ -56,10 +56,11 @@ def is_repository_id(name: str) -> bool:
 def locate(repository: str, say: Callable[[str], None]) -> Path:
     """The folder of a hub checkpoint that this program loads, every file of it present and whole.
 
-    A config that is another model's, or the original's, stops it before any weights are fetched. Otherwise `fetch`.
+    A config that is another model's, half a model's or the original's stops it before any weights are fetched.
+    Otherwise `fetch`.
     """
-    check_config(fetch(repository, None, ["config.json"], lambda _: None))
-    return fetch(repository, None, PATTERNS, say)
+    check_config(folder := fetch(repository, None, ["config.json"], lambda _: None))
+    return fetch(repository, None, hub_cache.patterns_for(folder), say)
 
 
 def fetch(

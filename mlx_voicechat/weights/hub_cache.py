@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
-from .config_file import MODEL_TYPE, is_original
+from . import quantization
+from .config_file import MODEL_TYPE, absent_parts, is_original
 from .shards import SINGLE_FILE, verify
 
 PATTERNS = [
@@ -40,7 +41,10 @@ ARRIVING = (PARTIAL, ".incomplete")  # the second is huggingface_hub's own
 
 
 class CachedModel(NamedTuple):
-    """One revision of a repository in the cache. `state`: complete, partial or absent; `fault` says what is amiss."""
+    """One revision of a repository in the cache. `state`: complete, partial or absent; `fault` says what is amiss.
+
+    `kind` is what its config.json says that it is, for a person.
+    """
 
     repository: str
     state: str
@@ -48,6 +52,7 @@ class CachedModel(NamedTuple):
     revision: str = ""  # the commit
     folder: Path | None = None
     fault: str = ""
+    kind: str = ""
 
 
 def root() -> Path:
@@ -94,21 +99,35 @@ def fault(folder: Path, patterns: Sequence[str] = PATTERNS) -> CheckpointError |
 
 
 def layout(folder: Path) -> str:
-    """`nvidia` for the original, `runtime` for what this program loads, by config.json alone; else empty."""
-    try:
-        raw: Any = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError):
-        return ""
-    if not isinstance(raw, dict):
-        return ""
+    """`nvidia` for the original, to be converted, `runtime` for what this program loads; else empty. By config.json."""
+    raw = _config(folder)
     if is_original(raw):
-        return "nvidia"
+        return "runtime" if quantization.is_stated(raw) else "nvidia"
     return "runtime" if raw.get("model_type") == MODEL_TYPE else ""
 
 
 def patterns_for(folder: Path) -> list[str]:
-    """What belongs to the checkpoint whose config.json is in `folder`."""
-    return ORIGINAL_PATTERNS if layout(folder) == "nvidia" else PATTERNS
+    """What belongs to the checkpoint whose config.json is in `folder`; an original's tokenizer is the base LLM's."""
+    raw = _config(folder)
+    return ORIGINAL_PATTERNS if is_original(raw) and not raw.get("text_config") else PATTERNS
+
+
+def kind(folder: Path) -> str:
+    """What a VoiceChat checkpoint's config.json says that it is: names, bits, and which half is not there."""
+    raw = _config(folder)
+    stated = quantization.summary(raw)
+    words = ["NVIDIA's original" if not stated else "NVIDIA's config"] if is_original(raw) else []
+    absent = [f"without {part}" for part in absent_parts(raw)]
+    return ", ".join([*words, *([stated] if stated else [] if words else ["not quantised"]), *absent])
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """`config.json`, empty when it cannot be read."""
+    try:
+        raw: Any = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
 
 
 def look_up(repository: str, revision: str | None = None) -> CachedModel:
@@ -119,9 +138,10 @@ def look_up(repository: str, revision: str | None = None) -> CachedModel:
         return CachedModel(repository, "partial" if arriving else "absent", arriving)
     wrong = fault(folder, patterns_for(folder))
     size = sum(_size(file) for file in folder.iterdir())
+    found = CachedModel(repository, "complete", size, folder.name, folder, kind=kind(folder) if layout(folder) else "")
     if wrong is None:
-        return CachedModel(repository, "complete", size, folder.name, folder)
-    return CachedModel(repository, "partial", size + arriving, folder.name, folder, wrong.message)
+        return found
+    return found._replace(state="partial", bytes=size + arriving, fault=wrong.message)
 
 
 def checkpoints() -> list[CachedModel]:

@@ -7,7 +7,7 @@ names repeat the tensor names, so shapes are asked of the module tree; everythin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -128,16 +128,32 @@ def _stored_place(name: str) -> Place | None:
     return _place(name, STORED_READERS)
 
 
-def parameter_path(name: str) -> str:
-    """The parameter that a stored tensor, or one of its module's, goes into."""
+def parameter_path(name: str, apart: Collection[str] = ()) -> str:
+    """The parameter that a stored tensor, or one of its module's, goes into; `apart`: layers held in parts."""
     place = _stored_place(name)
-    return place.name(place.join.parameter) if place else name
+    if place is None:
+        return name
+    layer, part = place.before + place.join.parameter, place.join.stored[place.part]
+    return f"{layer}.{part}{place.after}" if layer in apart else place.name(place.join.parameter)
 
 
 def stored_names(path: str) -> list[str]:
     """The stored tensors or modules that a parameter or module of the tree is made of, in stacking order."""
     place = _place(path, PARAMETER_READERS)
-    return [place.name(part) for part in place.join.stored] if place else [path]
+    if place is None:
+        return [path]
+    if place.after[1:].partition(".")[0] in place.join.stored:  # of a layer held in parts
+        return [place.before + place.after[1:]]
+    return [place.name(part) for part in place.join.stored]
+
+
+def held_in_parts(quantization: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The layers of the tree whose stored parts are quantised unlike each other, which no stack of rows can be."""
+    return {
+        parameter_path(layer)
+        for layer, entry in quantization.items()
+        if is_stacked(layer) and any(quantization.get(part) != entry for part in fused_with(layer))
+    }
 
 
 def fused_with(name: str) -> list[str]:
@@ -186,6 +202,12 @@ def is_unused(name: str) -> bool:
     return UNUSED.search(name) is not None
 
 
+def absent_networks(names: Iterable[str]) -> list[str]:
+    """Those of NETWORKS of which a checkpoint with tensors of these names has nothing."""
+    there = {network(name) for name in names}
+    return [name for name in NETWORKS if name not in there]
+
+
 # -- shapes ---------------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +221,7 @@ def shapes(config: ModelConfig, voices: Sequence[str] | None = None, buffers: bo
     tree = Networks(config, encoder=True)
     flat: Any = tree_flatten(tree.parameters(), destination={})
     own = {path: tuple(array.shape) for path, array in flat.items()}
-    found = {name: shape for path in own for name, shape in _stored_shapes(path, own)}
+    found = {name: shape for path in own for name, shape in stored_shapes(path, own)}
     tts = config.tts
     found["tts_model._control_codes"] = (CODEC_CONTROL_CODES,)
     found["tts_model.tts_model.audio_prompt_projection_W"] = (tts.hidden_size, tts.hidden_size)
@@ -213,8 +235,8 @@ def shapes(config: ModelConfig, voices: Sequence[str] | None = None, buffers: bo
     return {name: to_torch_shape(name, shape) for name, shape in found.items()}
 
 
-def _stored_shapes(path: str, own: Mapping[str, Shape]) -> list[tuple[str, Shape]]:
-    """What a parameter is stored as, in MLX's axis order; `own`: the shapes of all parameters."""
+def stored_shapes(path: str, own: Mapping[str, Shape]) -> list[tuple[str, Shape]]:
+    """What a parameter is stored as, in MLX's axis order; `own`: the shapes of all parameters of the tree."""
     names, place = stored_names(path), _place(path, PARAMETER_READERS)
     rows, *rest = own[path] or (0,)
     if place is None or place.join.added or len(names) == 1:
@@ -243,6 +265,11 @@ def mixes_rows(name: str, shape: Shape) -> bool:
     return CODEC_TRANSPOSED.search(name) is not None and len(shape) == 3 and shape[-1] > 1
 
 
+def matrix_shape(shape: Shape) -> Shape:
+    """Of a linear layer as it is quantised: a PyTorch convolution of kernel 1 is a matrix."""
+    return shape[:2] if all(size == 1 for size in shape[2:]) else shape
+
+
 def to_mlx_layout(name: str, tensor: Array) -> Array:
     """One PyTorch tensor in MLX's axis order: channels last in convolution kernels, pointwise ones as matrices.
 
@@ -261,8 +288,8 @@ def to_mlx_layout(name: str, tensor: Array) -> Array:
     return tensor
 
 
-def assemble(weights: Mapping[str, mx.array], torch_layout: bool) -> dict[str, mx.array]:
-    """Checkpoint tensors -> parameters by module path. Lazy: nothing is evaluated.
+def assemble(weights: Mapping[str, mx.array], torch_layout: bool, apart: Collection[str] = ()) -> dict[str, mx.array]:
+    """Checkpoint tensors -> parameters by module path; `apart`: layers held in parts. Lazy: nothing is evaluated.
 
     Raises KeyError with the name of an absent partner when only a part of a group is there.
     """
@@ -274,7 +301,7 @@ def assemble(weights: Mapping[str, mx.array], torch_layout: bool) -> dict[str, m
             tensor = to_mlx_layout(name, tensor)
         laid[name] = tensor.astype(mx.float32) + 1.0 if OFFSET_NORM.search(name) else tensor
     out: dict[str, mx.array] = {}
-    for path in dict.fromkeys(map(parameter_path, laid)):
+    for path in dict.fromkeys(parameter_path(name, apart) for name in laid):
         parts = [laid[name] for name in stored_names(path)]
         if len(parts) > 1:
             place = _place(path, PARAMETER_READERS)

@@ -1,7 +1,8 @@
 """Which layers of a checkpoint are quantised, and how: what `config.json` says, settled against the files' headers.
 
 `quantization` is written as a setting for all layers, as one per layer, or both, and `quantization_config` copies it or
-stands alone (spec: config-map.md; mlx.nn.quantize for what the numbers mean).
+stands alone; where neither says anything, `mlx_conversion.quantization` may (spec: config-map.md; mlx.nn.quantize for
+what the numbers mean). Names of layers have dots, so whatever else stands there is not one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from ..errors import CheckpointError
 from .shards import some_of
 
 KEYS = ("quantization", "quantization_config")  # in config.json; where both stand they must agree
+CONVERSION = "mlx_conversion"  # a block of the public converter, with a `quantization` of its own
+MODULES = "modules"  # where a map of the converter lists its layers: names, or entries by name
 FIXED = {"mxfp8": (8, 32), "mxfp4": (4, 32), "nvfp4": (4, 16)}  # mode: bits and group size, of MLX
 NUMBERS = ("group_size", "bits")
 CORRECT = 'Correct it in config.json, as "quantization": {"group_size": 64, "bits": 4} for all layers; or get it again.'
@@ -36,7 +39,7 @@ def resolve(
     `shapes`: of all stored tensors; without them the layers that are named. `plain`: unquantised shapes of the model.
     Raises CheckpointError: maps that differ, scales without a setting, a setting that does not fit the packed width.
     """
-    maps = [_settings(raw[key], f"{where}: {key}") for key in KEYS if raw.get(key)]
+    maps = [settings for key, value in _maps(raw) if any(settings := _settings(value, f"{where}: {key}"))]
     named = {layer for found in maps for layer, entry in found.layers.items() if entry}
     scaled = named if shapes is None else _scaled(shapes)
     options = [{layer: _entry(found, layer, scaled, shapes) for layer in sorted(scaled | named)} for found in maps]
@@ -54,6 +57,37 @@ def resolve(
     return found
 
 
+def is_stated(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json says anywhere that weights are quantised."""
+    return bool(_maps(raw))
+
+
+def summary(raw: Mapping[str, Any]) -> str:
+    """What a config alone says of it: `4 bits`, `3 to 8 bits`, `mxfp4, 8 bits`; empty where it says nothing."""
+    bits: set[int] = set()
+    modes: set[str] = set()
+    for key, value in _maps(raw):
+        settings = _settings(value, key)
+        for entry in [settings.common, *settings.layers.values()]:
+            mode = entry.get("mode", "affine") if isinstance(entry, dict) else ""
+            if mode in FIXED:
+                modes.add(mode)
+            elif isinstance(entry, dict) and entry.get("bits"):
+                bits.add(entry["bits"])
+    words = sorted(modes)
+    if bits:
+        words.append(f"{min(bits)} bits" if len(bits) == 1 else f"{min(bits)} to {max(bits)} bits")
+    return ", ".join(words)
+
+
+def _maps(raw: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What a config says of quantisation, by key."""
+    block = raw.get(CONVERSION)
+    inside = block.get(KEYS[0]) if isinstance(block, Mapping) else None
+    found = [(key, raw[key]) for key in KEYS if raw.get(key)]
+    return found or ([(f"{CONVERSION}.{KEYS[0]}", inside)] if inside else [])
+
+
 def _scaled(shapes: Mapping[str, Shape]) -> set[str]:
     layers = (name.removesuffix(".scales") for name in shapes if name.endswith(".scales"))
     return {layer for layer in layers if f"{layer}.weight" in shapes}
@@ -62,7 +96,10 @@ def _scaled(shapes: Mapping[str, Shape]) -> set[str]:
 def _settings(value: Any, where: str) -> Settings:
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where} is {value!r}, expected an object.", CORRECT)
-    layers = {name: entry for name, entry in value.items() if isinstance(entry, dict | bool)}
+    listed = value.get(MODULES) or {}
+    named = listed if isinstance(listed, Mapping) else dict.fromkeys(map(str, listed), True)
+    entries = [*value.items(), *named.items()]
+    layers = {name: entry for name, entry in entries if isinstance(entry, dict | bool) and "." in name}
     common = {key: value[key] for key in (*NUMBERS, "mode") if value.get(key) is not None}
     for name, entry in {"": common, **layers}.items():
         if isinstance(entry, dict) and any(type(entry.get(key, 0)) is not int for key in NUMBERS):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from ..errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-SINGLE_SHARD = "model-00001-of-00001.safetensors"  # whole by its own name, so that it needs no index
+SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")  # all of a number are whole without an index
 GET_AGAIN = "The download was interrupted: repeat it, or the command that started it."
 NAMED_AT_MOST = 5  # tensors or files spelled out in a message; the rest is counted
 _PREFIX_BYTES = 8  # safetensors: the header's length, little-endian, then the header, then the data
@@ -46,11 +47,13 @@ def files(folder: Path) -> list[str]:
     """Names of the safetensors files that make up the checkpoint; raises CheckpointError when one is absent."""
     index = folder / INDEX_FILE
     if not index.is_file():
-        for name in (SINGLE_FILE, SINGLE_SHARD):
-            if (folder / name).is_file():
-                return [name]
-        if any(folder.glob("model-*.safetensors")):
-            raise CheckpointError(f"{folder} has safetensors shards but no {INDEX_FILE}.", GET_AGAIN)
+        if (folder / SINGLE_FILE).is_file():
+            return [SINGLE_FILE]
+        shards = sorted(path.name for path in folder.glob("model-*.safetensors"))
+        if shards and _is_whole(shards):
+            return shards
+        if shards:
+            raise CheckpointError(f"{folder} has safetensors shards but no {INDEX_FILE}, and not all.", GET_AGAIN)
         raise CheckpointError(f"{folder} has no weights: neither {INDEX_FILE} nor {SINGLE_FILE}.", GET_AGAIN)
     named = sorted(set(_weight_map(index).values()))
     absent = [name for name in named if not (folder / name).is_file()]
@@ -60,6 +63,12 @@ def files(folder: Path) -> list[str]:
             GET_AGAIN,
         )
     return named
+
+
+def _is_whole(shards: list[str]) -> bool:
+    """Whether sorted names of shards are 1 to N of N."""
+    numbers = [tuple(map(int, found.groups())) for found in map(SHARD.fullmatch, shards) if found]
+    return numbers == [(number, len(shards)) for number in range(1, len(shards) + 1)]
 
 
 def verify(folder: Path) -> dict[str, Stored]:

@@ -75,5 +75,5 @@ def write_large(folder: Path) -> Path:
     entry = {"stt_model.embed_tokens.weight": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
     text = json.dumps(entry).encode()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    (folder / "config.json").write_text('{"model": {}, "data": {}}', encoding="utf-8")
+    (folder / "config.json").write_text('{"model": {"stt": {}, "speech_generation": {}}, "data": {}}', encoding="utf-8")
     return folder

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from mlx_voicechat.config import MAX_SYMBOLS
-from mlx_voicechat.errors import CheckpointError
-from mlx_voicechat.weights.config_file import MODEL_TYPE, RUNTIME_CONFIG_VERSION
-from mlx_voicechat.weights.shards import some_of
+from ..config import MAX_SYMBOLS
+from ..errors import CheckpointError
+from ..text import Tokenizer
+from . import hub, layout, quantization
+from .config_file import MODEL_TYPE, RUNTIME_CONFIG_VERSION, read_json
+from .shards import Stored, some_of
+
+BASE_LLM = "nvidia/NVIDIA-Nemotron-Nano-9B-v2"
+TOKENIZER_FOLDER = "tokenizer"  # of a local original, where the base LLM's files lie beside it
+TEXT = "text_config"  # the base LLM's config where NVIDIA's own holds it too, as a runtime config does
 
 # Keys of the base LLM's config; each may also be called like the second. Absent ones are left to `parse_config`.
 TEXT_KEYS = {
@@ -48,6 +55,38 @@ CODEC_KEYS = {
     "codebook_size": "codebook_size",
 }
 SPECIAL_TOKENS = {"bos": "<s>", "eos": "</s>", "pad": "<SPECIAL_12>", "silence": "<SPECIAL_11>"}
+
+
+def local_base(raw: Mapping[str, Any], folder: Path) -> Path | None:
+    """Where an original's folder holds a tokenizer and the base LLM's config itself, None if it does not."""
+    own = folder / TOKENIZER_FOLDER
+    if (own / "tokenizer.json").is_file():
+        return own
+    return folder if raw.get(TEXT) and (folder / "tokenizer.json").is_file() else None
+
+
+def base_folder(raw: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> Path:
+    """`local_base`, else the base LLM's from the hub, fetched when the cache lacks it; raises HubError."""
+    return local_base(raw, folder) or hub.fetch(BASE_LLM, None, hub.BASE_PATTERNS, say)
+
+
+def translate(
+    raw: Mapping[str, Any], folder: Path, base: Path, words: Tokenizer, stored: Mapping[str, Stored]
+) -> dict[str, Any]:
+    """The runtime config of the original in `folder`; `base`: its `base_folder`, with the tokenizer `words`.
+
+    What it says of quantisation, and the public converter's block, are kept. Raises CheckpointError.
+    """
+    ids = {token: words.backend.token_to_id(token) for token in SPECIAL_TOKENS.values()}
+    if absent := [token for token, number in ids.items() if number is None]:
+        raise CheckpointError(f"{base}: the tokenizer has no {', '.join(absent)}.", "Name the base LLM's tokenizer.")
+    characters = stored.get(layout.CHARACTERS)
+    text = raw.get(TEXT) or read_json(base)
+    text = text.get(TEXT, text)  # of a runtime config, when the tokenizer is another checkpoint's
+    rows = characters.shape[0] if characters and characters.shape else 0
+    known = {token: int(number) for token, number in ids.items() if number is not None}
+    kept = {key: raw[key] for key in (*quantization.KEYS, quantization.CONVERSION) if key in raw}
+    return runtime_config(raw, text, known, rows, f"{folder}/config.json") | kept
 
 
 class _Reader:
