@@ -12,7 +12,7 @@ from typer import Option
 
 from .render import Output, complain, note, progress_bar
 
-PLANS = "f32, bf16, 8bit, 6bit, 5bit, 4bit, mixed-5, mixed-4, mxfp8, mxfp4"
+PLANS = "f32, bf16, 8bit, 6bit, 5bit, 4bit, mixed-5, mixed-4, gptq-4, gptq-3, mxfp8, mxfp4"
 
 
 def convert(
@@ -30,6 +30,10 @@ def convert(
             show_default=False,
             help="The base LLM's config and tokenizer, for an original: nvidia/NVIDIA-Nemotron-Nano-9B-v2 if absent.",
         ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        Option(metavar="DIR", show_default=False, help="What `calibrate` wrote: the LLM is rounded by GPTQ."),
     ] = None,
     revision: Annotated[str | None, Option(metavar="REV", help="Branch, tag or commit of the source.")] = None,
     tokenizer_revision: Annotated[str | None, Option(metavar="REV", help="The same of the tokenizer.")] = None,
@@ -52,6 +56,11 @@ def convert(
     from mlx_voicechat.convert.source import open_source
 
     chosen, target = plans.find(plan), writer.check_target(output)
+    gathered = None
+    if calibration is not None:
+        from mlx_voicechat.convert.calibration import open_calibration
+
+        gathered = open_calibration(calibration.expanduser())
     samples = None
     if verify:
         from mlx_voicechat.convert import agreement
@@ -59,11 +68,11 @@ def convert(
         tempfile.gettempdir()  # raises where there is none, which is better known before the work
         samples = agreement.recording(audio)
     with open_source(source, tokenizer, revision, tokenizer_revision, note) as opened:
-        job = conversion.prepare(opened, chosen)
+        job = conversion.prepare(opened, chosen, gathered)
         for line in job.describe(target):
             complain(line)
-        with _bar("converting") as bar:
-            conversion.run(job, target, partial(_show, bar), complain)
+        with _bar("rounding", "FLOP") as rounding, _bar("converting") as bar:
+            conversion.run(job, target, partial(_show, bar), complain, partial(_show, rounding))
         if samples is not None:
             complain(f"{target} is written; now it is verified.")
             from mlx_voicechat.convert.verify import verify_tensors
@@ -74,8 +83,8 @@ def convert(
     Output().write(f"{target}\n")
 
 
-def _bar(what: str) -> Any:
-    return progress_bar(desc=what, unit="B", unit_scale=True)
+def _bar(what: str, unit: str = "B") -> Any:
+    return progress_bar(desc=what, unit=unit, unit_scale=True)
 
 
 def _show(bar: Any, done: int, total: int) -> None:
