@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Annotated, Any
 
 import typer
@@ -12,18 +11,12 @@ from typer import Option
 from mlx_voicechat.options import LoadOptions
 
 from .offline import INTERRUPTED, Interrupt
-from .options import COMPILED, DEFAULT_MODEL, KeyValueCache, ModelArgument, SpeechWeights, option_of
+from .options import COMPILED, DEFAULT_MODEL, Bandwidth, KeyValueCache, ModelArgument, SpeechWeights, option_of
 from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import Output, note, progress_bar
 
 STAGE_WIDTH, NUMBER_WIDTH = 12, 9
-
-
-def _bandwidth(value: float | None) -> float | None:
-    if value is not None and not 0 < value < math.inf:
-        raise typer.BadParameter(f"{value:g} is not a number above 0.")
-    return value
 
 
 def bench(
@@ -39,10 +32,7 @@ def bench(
             show_default=True,
         ),
     ] = True,
-    bandwidth: Annotated[
-        float | None,
-        Option(metavar="GBPS", callback=_bandwidth, help="Memory bandwidth in GB/s for the floor; else measured."),
-    ] = None,
+    bandwidth: Bandwidth = None,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not tables.")] = False,
