@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 from support.checkpoints import GOLDEN, copy_of, rewrite
+from threadpoolctl import threadpool_limits
 
 from mlx_voicechat import load
 from mlx_voicechat.cli.main import run
@@ -30,6 +31,13 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 @pytest.fixture(autouse=True)
 def _short_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "LONGEST_REPLY_SECONDS", 0.4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices are too small for several threads, which wait for each other on a busy machine."""
+    with threadpool_limits(1):
+        yield
 
 
 @pytest.fixture(scope="module")

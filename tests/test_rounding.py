@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import soundfile as sf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import GOLDEN, copy_of, rewrite
+from threadpoolctl import threadpool_limits
 
 from mlx_voicechat import load
 from mlx_voicechat.cli.main import run
@@ -28,6 +30,13 @@ from mlx_voicechat.weights.checkpoint import open_folder
 FOLDER = GOLDEN / "tiny-f32"
 DOWN = "stt_model.llm.layers.1.mixer.down_proj"
 OWN_PLAN = '"stt_model.llm.*_proj" = "3/32"\n"stt_model.*_head" = "4/32"\n"*" = "keep"'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices are too small for several threads, which wait for each other on a busy machine."""
+    with threadpool_limits(1):
+        yield
 
 
 @pytest.fixture(scope="module")
