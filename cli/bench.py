@@ -16,7 +16,8 @@ from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import Output, note, progress_bar
 
-STAGE_WIDTH, NUMBER_WIDTH = 12, 9
+STAGE_WIDTH, NUMBER_WIDTH, BAR_WIDTH = 12, 9, 40
+LONGEST_MINUTES = 600.0
 
 
 def bench(
@@ -35,6 +36,10 @@ def bench(
     bandwidth: Bandwidth = None,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    minutes: Annotated[
+        float,
+        Option(metavar="M", min=0, max=LONGEST_MINUTES, help="Then frames without a pause for so long: their curve."),
+    ] = 0.0,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not tables.")] = False,
 ) -> None:
     """Measure a model on this machine: frame times, launches, memory, and what memory traffic alone would take.
@@ -58,6 +63,7 @@ def bench(
             say=note,
             progress=lambda done: bar.update(done - bar.n),
             stop=lambda: interrupt.pressed,
+            minutes=minutes,
         )
     if targets.profile_frames:
         with TextFile(targets.profile_frames) as file:
@@ -70,7 +76,7 @@ def bench(
 
 def tables(report: dict[str, Any]) -> str:
     """The report for a person to read."""
-    sections = [_heading(report), _times(report), _counts(report), _memory(report)]
+    sections = [_heading(report), _times(report), _sustained(report), _counts(report), _memory(report)]
     notes = "".join(f"note: {text}\n" for text in report["notes"])
     return "\n".join(section for section in [*sections, notes] if section)
 
@@ -99,6 +105,22 @@ def _times(report: dict[str, Any]) -> str:
     if growth := report["growth"]:
         first, last = growth["first_p50_ms"], growth["last_p50_ms"]
         lines.append(f"p50 of the first thousand frames {first:.2f}, of the last {last:.2f}: {last - first:+.2f} ms")
+    return "\n".join(lines) + "\n"
+
+
+def _sustained(report: dict[str, Any]) -> str:
+    """The curve of a machine that has no rest: a bar is as long as the median frame."""
+    parts = report.get("sustained", [])
+    if not parts:
+        return ""
+    longest = max(part["p50_ms"] for part in parts)
+    lines = [_row("without rest", "p50", "p95", "frames")]
+    for part in parts:
+        bar = "#" * round(BAR_WIDTH * part["p50_ms"] / longest)
+        cells = _number(part["p50_ms"]), _number(part["p95_ms"]), str(part["frames"])
+        lines.append(_row(f"from {part['second']:.0f} s", *cells) + f"  {bar}")
+    first, last = parts[0]["p50_ms"], parts[-1]["p50_ms"]
+    lines.append(f"the last part's median frame takes {last / first:.2f} of the first one's time")
     return "\n".join(lines) + "\n"
 
 
