@@ -1,11 +1,11 @@
 """Time and memory of gathering and rounding one layer of each kind, at the released model's sizes.
 
-    python benchmarks/gptq_layer.py [--bits 3] [--positions 1024] [--only down_proj]
+    python benchmarks/gptq_layer.py [--bits 3] [--positions 1024] [--rows 1024] [--only down_proj]
 
 Random weights, and random inputs that depend on each other. Each kind is a process of its own with one thread, and its
-times are the processor's. Of a layer with more than 4,096 outputs as many are rounded, and the time is scaled: rows are
-rounded in runs of that many. Memory is the most that the process ever held, less what it held before. The last line
-adds up all layers of the model, and gathering 100,000 positions.
+times are the processor's. So many rows are rounded and the time is scaled, since rows are independent; `convert` has
+4,096 at once. Memory is the most that the process ever held, less what it held before, and what `convert` would announce
+for so many rows. The last line adds up all layers of the model, and gathering 100,000 positions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from threadpoolctl import threadpool_limits
 from mlx_voicechat import assets
 from mlx_voicechat.config import LlmConfig
 from mlx_voicechat.convert import gptq, moments
-from mlx_voicechat.convert.rounding import COPIES, ROWS
+from mlx_voicechat.convert.rounding import COPIES
 from mlx_voicechat.gauges.bench import peak_resident, resident
 from mlx_voicechat.weights.config_file import parse_config
 
@@ -49,7 +49,7 @@ def sizes(config: LlmConfig) -> dict[str, tuple[int, int, int]]:
     }
 
 
-def measure(rows: int, inputs: int, bits: int, positions: int) -> dict[str, float]:
+def measure(outputs: int, inputs: int, rows: int, bits: int, positions: int) -> dict[str, float]:
     """One layer in this process."""
     rng = np.random.default_rng(0)
     scale = rng.lognormal(size=inputs).astype(np.float32)
@@ -74,10 +74,10 @@ def measure(rows: int, inputs: int, bits: int, positions: int) -> dict[str, floa
     started = time.process_time()
     factor = gptq.inverse_factor(matrix)
     found["factor"] = time.process_time() - started
-    weight = rng.standard_normal((min(ROWS, rows), inputs), np.float32) / math.sqrt(inputs)
+    weight = rng.standard_normal((min(outputs, rows), inputs), np.float32) / math.sqrt(inputs)
     started = time.process_time()
     _, lost = gptq.quantise(weight, matrix, bits, GROUP_SIZE, factor=factor)
-    found["round"] = (time.process_time() - started) * rows / len(weight)
+    found["round"] = (time.process_time() - started) * outputs / len(weight)
     found["memory"] = peak_resident() - before
     rounded = gptq.nearest(weight, bits, GROUP_SIZE).dequantised(bits, GROUP_SIZE)
     return {**found, "loss": lost / gptq.loss(weight - rounded, matrix)}
@@ -88,22 +88,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", type=int, default=3)
     parser.add_argument("--positions", type=int, default=1024)
-    parser.add_argument("--only")
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--only", nargs="+")
     parser.add_argument("--here", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
         with threadpool_limits(1):
-            print(json.dumps(measure(*arguments.here, arguments.bits, arguments.positions)))
+            print(json.dumps(measure(*arguments.here, arguments.rows, arguments.bits, arguments.positions)))
         return
     raw = json.loads((assets.FOLDER / "configs" / "full.json").read_text(encoding="utf-8"))
     total = 0.0
     for kind, (rows, inputs, count) in sizes(parse_config(raw).llm).items():
-        if arguments.only not in (None, kind):
+        if arguments.only and kind not in arguments.only:
             continue
-        options = ["--bits", str(arguments.bits), "--positions", str(arguments.positions)]
+        options = [
+            "--bits",
+            str(arguments.bits),
+            "--positions",
+            str(arguments.positions),
+            "--rows",
+            str(arguments.rows),
+        ]
         command = [sys.executable, __file__, "--here", str(rows), str(inputs), *options]
         found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-        announced = 4 * (2 * inputs**2 + COPIES * min(rows, ROWS) * inputs)
+        announced = 4 * (2 * inputs**2 + COPIES * min(rows, arguments.rows) * inputs)
         print(
             f"{kind:<10} {rows:>7,} x {inputs:>6,}, {count:>3} layers: gathering {found['gather']:.2f} s / 1,000 "
             f"positions, factor {found['factor']:.1f} s, rounding {found['round']:.1f} s, "
