@@ -12,6 +12,8 @@ import typer
 from typer.core import TyperCommand
 
 from .bench import bench
+from .calibrate import calibrate
+from .compare import compare
 from .convert import convert
 from .doctor import doctor
 from .download import download
@@ -67,4 +69,6 @@ app.command(short_help="Fetch a model ahead of its first use.")(download)
 app.command(short_help="Look whether this machine can run the model.")(doctor)
 app.command(short_help="Measure a model on this machine.")(bench)
 app.command(short_help="Convert a checkpoint to another precision.")(convert)
+app.command(short_help="Hear recordings, for `convert --calibration`.")(calibrate)
+app.command(short_help="Compare two checkpoints of one model.")(compare)
 app.command(short_help="Write a checkpoint of random weights.")(synth)

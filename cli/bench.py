@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Annotated, Any
 
 import typer
@@ -12,18 +11,13 @@ from typer import Option
 from mlx_voicechat.options import LoadOptions
 
 from .offline import INTERRUPTED, Interrupt
-from .options import COMPILED, DEFAULT_MODEL, KeyValueCache, ModelArgument, SpeechWeights, option_of
+from .options import COMPILED, DEFAULT_MODEL, Bandwidth, KeyValueCache, ModelArgument, SpeechWeights, option_of
 from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import Output, note, progress_bar
 
-STAGE_WIDTH, NUMBER_WIDTH = 12, 9
-
-
-def _bandwidth(value: float | None) -> float | None:
-    if value is not None and not 0 < value < math.inf:
-        raise typer.BadParameter(f"{value:g} is not a number above 0.")
-    return value
+STAGE_WIDTH, NUMBER_WIDTH, BAR_WIDTH = 12, 9, 40
+LONGEST_MINUTES = 600.0
 
 
 def bench(
@@ -40,12 +34,13 @@ def bench(
         ),
     ] = True,
     sessions: Annotated[int, Option(metavar="N", min=1, max=1000, help="Measure up to so many together, too.")] = 1,
-    bandwidth: Annotated[
-        float | None,
-        Option(metavar="GBPS", callback=_bandwidth, help="Memory bandwidth in GB/s for the floor; else measured."),
-    ] = None,
+    bandwidth: Bandwidth = None,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    minutes: Annotated[
+        float,
+        Option(metavar="M", min=0, max=LONGEST_MINUTES, help="Then frames without a pause for so long: their curve."),
+    ] = 0.0,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not tables.")] = False,
 ) -> None:
     """Measure a model on this machine: frame times, launches, memory, and what memory traffic alone would take.
@@ -70,6 +65,7 @@ def bench(
             say=note,
             progress=lambda done: bar.update(done - bar.n),
             stop=lambda: interrupt.pressed,
+            minutes=minutes,
         )
     if targets.profile_frames:
         with TextFile(targets.profile_frames) as file:
@@ -82,7 +78,8 @@ def bench(
 
 def tables(report: dict[str, Any]) -> str:
     """The report for a person to read."""
-    sections = [_heading(report), _times(report), _together(report), _counts(report), _memory(report)]
+    sections = [_heading(report), _times(report), _together(report), _sustained(report)]
+    sections += [_counts(report), _memory(report)]
     notes = "".join(f"note: {text}\n" for text in report["notes"])
     return "\n".join(section for section in [*sections, notes] if section)
 
@@ -120,6 +117,22 @@ def _together(report: dict[str, Any]) -> str:
     lines = [_row("sessions", "mean", "p50", "p95", "max")]
     lines += [_row(rows, *_values(times)) for rows, times in together["rows"].items()]
     lines.append(f"{together['real_time_sessions']} of {together['sessions']} sessions together run in real time")
+    return "\n".join(lines) + "\n"
+
+
+def _sustained(report: dict[str, Any]) -> str:
+    """The curve of a machine that has no rest: a bar is as long as the median frame."""
+    parts = report.get("sustained", [])
+    if not parts:
+        return ""
+    longest = max(part["p50_ms"] for part in parts)
+    lines = [_row("without rest", "p50", "p95", "frames")]
+    for part in parts:
+        bar = "#" * round(BAR_WIDTH * part["p50_ms"] / longest)
+        cells = _number(part["p50_ms"]), _number(part["p95_ms"]), str(part["frames"])
+        lines.append(_row(f"from {part['second']:.0f} s", *cells) + f"  {bar}")
+    first, last = parts[0]["p50_ms"], parts[-1]["p50_ms"]
+    lines.append(f"the last part's median frame takes {last / first:.2f} of the first one's time")
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ PYTHONS = ((3, 10), (3, 14))  # from, and below: requires-python in pyproject.to
 OLDEST_MLX = (0, 32)  # pyproject.toml
 OLDEST_MACOS = (14, 0)  # of MLX's wheels
 NO_CACHE = "cannot cache"  # what numba says, for librosa, where it finds no folder that it may write
+FRAME_MS = 80  # a frame's length
 TALK = "pip install 'mlx-voicechat[talk]'"
 
 
@@ -66,6 +67,9 @@ class Facts:
     held: Mapping[str, CachedModel] = field(default_factory=dict)  # by name: 4bit, 8bit, bf16
     # Memory by name, after one minute and after ten; empty if it cannot be told.
     needs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # What can be had, best first (`recommendation.Candidate`), on memory of so many GB a second; empty without MLX.
+    candidates: Sequence[Any] = ()
+    gbps: float = 0.0
 
 
 def diagnose(facts: Facts) -> list[Check]:
@@ -77,7 +81,7 @@ def diagnose(facts: Facts) -> list[Check]:
     checks += [check for check in (_librosa(facts), _temporary(facts)) if check is not None]
     if facts.system == "Linux":
         checks.append(_compiler(facts))
-    return [*checks, _fitting(facts)]
+    return [*checks, _fitting(facts), *_recommended(facts)]
 
 
 def _python(facts: Facts) -> Check:
@@ -213,6 +217,21 @@ def _fitting(facts: Facts) -> Check:
     return Check("fits", OK, ", ".join(listed[name] for name in fitting) + (f"; not {others}" if others else ""))
 
 
+def _recommended(facts: Facts) -> list[Check]:
+    """What to run here: a checkpoint or a plan, and the least time that one of its frames takes."""
+    if not facts.candidates:
+        return []
+    from .recommendation import recommended
+
+    best = recommended(facts.candidates, facts.usable_bytes, FRAME_MS)
+    if best is None:
+        return []  # `fits` says so
+    text = f"{best.name}: at least {best.floor_ms:.0f} ms of {FRAME_MS} a frame, at {facts.gbps:.0f} GB/s of memory"
+    if best.floor_ms > FRAME_MS:
+        return [Check("recommended", WARNING, text, "It falls behind on this machine, and so does every other.")]
+    return [Check("recommended", OK, text, f"To get it: {best.how}.")]
+
+
 def _arrived(facts: Facts, name: str) -> int:
     return facts.held[name].bytes if name in facts.held else 0
 
@@ -261,6 +280,7 @@ def probe() -> Facts:
         temporary_fault=temporary_fault,
         held={} if hub_fault else _cached(),
         needs=_needs(),
+        **_candidates(mlx),
     )
 
 
@@ -332,3 +352,16 @@ def _needs() -> dict[str, tuple[int, int]]:
     except ImportError:
         return {}
     return needs()
+
+
+def _candidates(mlx: Any) -> dict[str, Any]:
+    try:
+        from mlx_voicechat.gauges.traffic import measured_bandwidth
+
+        from .recommendation import candidates
+    except ImportError:
+        return {}
+    if mlx is None:
+        return {}
+    gbps = measured_bandwidth()
+    return {"gbps": gbps, "candidates": candidates(gbps)}

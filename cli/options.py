@@ -66,6 +66,13 @@ def not_negative(value: Any) -> Any:
     return value
 
 
+def bandwidth(value: float | None) -> float | None:
+    """Check an option: GB a second."""
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value:g} is not a number above 0.")
+    return value
+
+
 Model = Annotated[
     str,
     Option("-m", "--model", metavar="MODEL", envvar=MODEL_VARIABLE, show_default=False, help=MODEL_HELP),
@@ -85,6 +92,11 @@ OutputAudio = Annotated[
 ExtraSeconds = Annotated[
     float,
     Option(metavar="SECONDS", callback=extra_seconds, help="Silence after a recording, for answers: 0 to 600."),
+]
+
+Bandwidth = Annotated[
+    float | None,
+    Option(metavar="GBPS", callback=bandwidth, help="Memory bandwidth in GB/s for the floor; else measured."),
 ]
 
 ToolsFile = Annotated[

@@ -6,36 +6,25 @@ import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_voicechat import assets
 from mlx_voicechat.errors import InputError, VoiceChatError
-from mlx_voicechat.frame import Frame
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.sound.recordings import INPUT_RATE_HZ, read_all
 from mlx_voicechat.voicechat import VoiceChat, load
 from mlx_voicechat.weights import checkpoint, layout, precision
 from mlx_voicechat.weights.shards import Stored
 
+from .conversations import Run, measures, run, silence_dbfs
 from .source import Say, Source
 
 EXAMPLE = Path("examples", "question.wav")
 LONGEST_SECONDS = 10.0
 REPLY_SECONDS = 2.0  # of silence after the recording, in which the model answers
-SILENT_SECONDS = 1.0
 SILENCE_DBFS = -45.0  # root mean square of what the codes of silence decode to, at most
-
-
-class Run(NamedTuple):
-    """What a model gave for n frames: ids (n, 2) of text and function, their logits (n, 2, V), codes (n, Q)."""
-
-    ids: np.ndarray
-    logits: np.ndarray
-    codes: np.ndarray
-    silence_dbfs: float
 
 
 def recording(path: Path | None) -> np.ndarray:
@@ -66,10 +55,13 @@ def compare(source: Source, target: Path, samples: np.ndarray, say: Say) -> str:
         say("the source's language model is held in bf16 for the comparison: f32 does not fit this machine.")
     silence = np.zeros(round(REPLY_SECONDS * source.config.input_rate_hz), np.float32)
     heard = np.concatenate([samples, silence])
-    expected = run(reference(source, wide), heard)
+    model = reference(source, wide)
+    expected, before = run(model, heard), silence_dbfs(model)
+    del model
     mx.clear_cache()
-    got = run(load(target, say, compile=False), heard, expected.ids)
-    quiet = _silence(expected.silence_dbfs, got.silence_dbfs, source.config.synthetic, target)
+    model = load(target, say, compile=False)
+    got = run(model, heard, expected.ids)
+    quiet = _silence(before, silence_dbfs(model), source.config.synthetic, target)
     return f"{_agreement(expected, got, source)}\n{quiet}"
 
 
@@ -109,61 +101,12 @@ def _needed_bytes(source: Source, wide: bool) -> int:
     return total
 
 
-def run(model: VoiceChat, samples: np.ndarray, ids: np.ndarray | None = None) -> Run:
-    """One conversation; `ids` (n, 2) replace the model's choices after the logits are noted."""
-    frames: list[Frame] = []
-    logits: list[np.ndarray] = []
-    choose = model.language.choose
-
-    def noted(hidden: mx.array) -> tuple[mx.array, mx.array]:
-        both = mx.stack(list(model.language.logits(hidden[:, -1]))).squeeze(1).astype(mx.float32)
-        logits.append(np.array(both))
-        return choose(hidden)
-
-    session = model.session(seed=0)
-    session.observe(frames.append)
-    model.language.choose = noted  # type: ignore[method-assign]
-    size = model.config.frame_samples_in
-    for index, start in enumerate(range(0, len(samples) - size + 1, size)):
-        if ids is not None:
-            session.force(text=int(ids[index, 0]), function=int(ids[index, 1]))
-        session.push(samples[start : start + size])
-    return Run(
-        np.array([(frame.text_id, frame.function_id) for frame in frames]),
-        np.stack(logits),
-        np.array([frame.codes for frame in frames]),
-        silence_dbfs(model),
-    )
-
-
-def silence_dbfs(model: VoiceChat) -> float:
-    """Level of what the codes of silence decode to."""
-    frames = round(SILENT_SECONDS / model.config.frame_seconds)
-    codes = mx.broadcast_to(model.speech.codec_silence_tokens, (1, frames, model.config.codec.num_quantizers))
-    power = float(mx.mean(mx.square(model.codec.whole(codes))))
-    return 10 * math.log10(max(power, 1e-20))
-
-
-def divergence(expected: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """Kullback-Leibler divergence in nats of softmax(got) from softmax(expected), logits (..., V) -> (...)."""
-    first, second = (_log_softmax(logits.astype(np.float64)) for logits in (expected, got))
-    return np.sum(np.exp(first) * (first - second), axis=-1)
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
 def _agreement(expected: Run, got: Run, source: Source) -> str:
-    same = (expected.logits.argmax(-1) == got.logits.argmax(-1)).mean(axis=0)
-    apart = divergence(expected.logits, got.logits).mean(axis=0)
-    codes = (expected.codes == got.codes).mean()
-    seconds = len(expected.ids) * source.config.frame_seconds
+    found = measures(expected, got, source.config.output_rate_hz)
     return (
-        f"conversation of {seconds:.1f} s, tokens as the unquantised source chooses them: "
-        f"same text token {same[0]:.1%}, same function token {same[1]:.1%}, same code {codes:.1%}; "
-        f"KL text {apart[0]:.2g}, function {apart[1]:.2g} nats"
+        f"conversation of {found.frames * source.config.frame_seconds:.1f} s, tokens as the unquantised source "
+        f"chooses them: same text token {found.same_text:.1%}, same function token {found.same_function:.1%}, "
+        f"same code {found.same_code:.1%}; KL text {found.kl_text:.2g}, function {found.kl_function:.2g} nats"
     )
 
 

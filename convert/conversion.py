@@ -23,8 +23,10 @@ from mlx_voicechat.weights.checkpoint import CONVERSION_KEY
 from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.hub import BASE_PATTERNS, gigabytes
 
-from . import card, writer
+from . import card, rounding, writer
+from .calibration import Calibration
 from .plans import Plan, Quantised, Setting
+from .rounding import Rounding
 from .source import BLOCK_BYTES, Rows, Say, Source, Tensor, stored_bytes
 from .writer import Entry
 
@@ -51,12 +53,14 @@ class OutputTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be written, before anything is."""
+    """What is to be written, before anything is; `layers` are rounded with the calibration."""
 
     source: Source
     plan: Plan
     outputs: list[OutputTensor]
     shards: list[list[Entry]]
+    calibration: Calibration | None = None
+    layers: tuple[rounding.Layer, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -72,7 +76,16 @@ class Job:
         tts = self.source.config
         table = 2 * tts.llm.vocab_size * tts.tts.hidden_size * 4
         characters = [math.prod(t.shape) * 4 for n, t in self.source.tensors.items() if layout.SUBWORD.match(n)]
-        return max(WORKING_COPIES * max([BLOCK_BYTES, *mixed]), table + sum(characters))
+        return max(WORKING_COPIES * max([BLOCK_BYTES, *mixed]), table + sum(characters), *self._layers_bytes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Most that the disk must hold: the checkpoint, and until it is whole the layers that are rounded first."""
+        return self.bytes + rounding.layers_bytes(self.layers)
+
+    @property
+    def _layers_bytes(self) -> list[int]:
+        return [layer.memory_bytes for layer in self.layers]
 
     def quantisation(self) -> dict[str, Any]:
         """For config.json: each quantised layer's settings, those of most layers on top; empty when there are none."""
@@ -91,20 +104,38 @@ class Job:
         source, count = self.source, len(self.source.tensors)
         held = sum(stored_bytes(part) for tensor in source.tensors.values() for part in tensor.parts.values())
         rules = "; ".join(f"{text}: {setting}" for text, setting in self.plan.described().items())
-        return [
+        rules = self.plan.summary or rules
+        lines = [
             f"source: {source.name}, {LAYOUT_NAMES[source.layout]}, {count:,} tensors, {gigabytes(held)}",
             f"plan: {self.plan.name} ({rules})",
             f"output: {target}, about {gigabytes(self.bytes)} in {len(self.shards)} weight files",
-            f"disk: {gigabytes(self.bytes)} needed, {gigabytes(shutil.disk_usage(target.parent).free)} free; "
+            f"disk: {gigabytes(self.disk_bytes)} needed, {gigabytes(shutil.disk_usage(target.parent).free)} free; "
             f"memory: at most about {gigabytes(self.peak_bytes)}",
         ]
+        if self.calibration is not None:
+            minutes = rounding.seconds(sum(layer.operations for layer in self.layers)) / 60
+            lines.append(
+                f"calibration: {self.calibration.folder}, {self.calibration.positions:,} positions; "
+                f"{len(self.layers)} layers to round, about {max(1, round(minutes))} min"
+            )
+        return lines
 
 
-def prepare(source: Source, plan: Plan) -> Job:
-    """Decide how every tensor is stored; raises InputError for a plan that does not fit the model."""
+def prepare(source: Source, plan: Plan, calibration: Calibration | None = None) -> Job:
+    """Decide how every tensor is stored; raises InputError for a plan or a calibration that does not fit the model."""
+    if plan.calibrated and calibration is None:
+        raise InputError(
+            f"Plan {plan.name} needs a calibration.", "Make one with `mlx-voicechat calibrate`; name it: --calibration."
+        )
     settings = plan.settings({name: tensor.facts for name, tensor in source.tensors.items()})
     outputs = [_output(tensor, settings[name]) for name, tensor in source.tensors.items()]
-    return Job(source, plan, outputs, writer.shards([output.entries for output in outputs]))
+    layers: tuple[rounding.Layer, ...] = ()
+    if calibration is not None:
+        rounding.check(source, calibration)
+        layers = tuple(rounding.calibrated(source, settings))
+        if not layers:
+            raise InputError(f"Plan {plan.name} quantises no layer that was calibrated.", "Choose another plan.")
+    return Job(source, plan, outputs, writer.shards([output.entries for output in outputs]), calibration, layers)
 
 
 def _output(tensor: Tensor, setting: Setting) -> OutputTensor:
@@ -132,24 +163,45 @@ def float_type(tensor: Tensor, setting: Setting) -> str:
     return "F32" if setting == "f32" else "BF16"
 
 
-def run(job: Job, target: Path, progress: Progress = lambda done, total: None, say: Say = lambda text: None) -> None:
-    """Write the checkpoint; `say` gets a line before what takes time without progress.
+def run(
+    job: Job,
+    target: Path,
+    progress: Progress = lambda done, total: None,
+    say: Say = lambda text: None,
+    rounded: Progress = lambda done, total: None,
+) -> None:
+    """Write the checkpoint; `say` gets a line before what takes time without progress, `rounded` operations done.
 
-    Raises InputError (no space) and VoiceChatError (the disk); then nothing is left."""
+    Raises InputError (no space) and VoiceChatError (the disk); then nothing is left but finished layers, for next time.
+    """
     free = shutil.disk_usage(target.parent).free
-    if job.bytes > free:
-        raise InputError(f"{target} needs {gigabytes(job.bytes)}, the disk has {gigabytes(free)}.", "Free some space.")
+    if job.disk_bytes > free:
+        raise InputError(
+            f"{target} needs {gigabytes(job.disk_bytes)}, the disk has {gigabytes(free)}.", "Free some space."
+        )
     source = job.source
     raw = configuration(job)
     config = parse_config(raw)
+    finished = _round(job, target, rounded)
     with writer.folder(target) as folder:
         writer.write_json(folder / "config.json", raw)
         for name in TOKENIZER_FILES:
             if (source.tokenizer_folder / name).is_file():
                 writer.write_file(folder / name, (source.tokenizer_folder / name).read_bytes())
         writer.write_file(folder / "README.md", card.model_card(source, job.plan, raw[CONVERSION_KEY]).encode())
-        _write_shards(job, folder, progress)
+        _write_shards(job, folder, progress, finished)
         _write_text_table(folder, config, source, say)
+    if finished is not None:
+        shutil.rmtree(finished.folder, ignore_errors=True)
+
+
+def _round(job: Job, target: Path, progress: Progress) -> Rounding | None:
+    if job.calibration is None:
+        return None
+    folder = target.with_name(rounding.FOLDER.format(target.name))
+    work = Rounding(job.source, job.calibration, job.layers, folder)
+    work.run(progress)
+    return work
 
 
 def configuration(job: Job) -> dict[str, Any]:
@@ -167,6 +219,9 @@ def configuration(job: Job) -> dict[str, Any]:
     }
     if earlier := [source.raw[key] for key in (CONVERSION_KEY, PUBLIC_CONVERSION_KEY) if key in source.raw]:
         facts["source_conversion"] = earlier[0]
+    if job.calibration is not None:
+        count = len(job.calibration.facts["recordings"])
+        facts["calibration"] = {"recordings": count, "positions": job.calibration.positions, "method": "GPTQ"}
     raw = {key: value for key, value in source.raw.items() if key not in (*quantization.KEYS, PUBLIC_CONVERSION_KEY)}
     raw["text_config"] = source.raw["text_config"] | {"head_dim": source.config.llm.head_dim}
     raw[checkpoint.FORMAT_KEY] = checkpoint.FORMAT_VERSION
@@ -178,7 +233,7 @@ def configuration(job: Job) -> dict[str, Any]:
 # -- weights --------------------------------------------------------------------------------------------------------
 
 
-def _write_shards(job: Job, folder: Path, progress: Progress) -> None:
+def _write_shards(job: Job, folder: Path, progress: Progress, finished: Rounding | None) -> None:
     total = sum(entry.bytes for shard in job.shards for entry in shard)
     outputs = iter(job.outputs)
     done = 0
@@ -190,7 +245,7 @@ def _write_shards(job: Job, folder: Path, progress: Progress) -> None:
             left = len(shard)
             while left:
                 output = next(outputs)
-                for entry, block in encoded(job.source, output):
+                for entry, block in encoded(job.source, output, finished):
                     data = _bytes(block.array)
                     file.write(data, starts[entry.name] + block.row * _row_bytes(entry))
                     done += len(data)
@@ -200,10 +255,13 @@ def _write_shards(job: Job, folder: Path, progress: Progress) -> None:
     writer.write_index(folder, job.shards)
 
 
-def encoded(source: Source, output: OutputTensor) -> Iterator[tuple[Entry, Rows]]:
-    """Blocks of rows of each entry, in the type it is stored in."""
+def encoded(source: Source, output: OutputTensor, finished: Rounding | None = None) -> Iterator[tuple[Entry, Rows]]:
+    """Blocks of rows of each entry, in the type it is stored in; layers that are `finished` as they are."""
     name, setting = output.tensor.name, output.setting
-    if output.copied:
+    if finished is not None and name in finished.names:
+        for entry, array in zip(output.entries, finished.parts(name), strict=True):
+            yield entry, Rows(0, array)
+    elif output.copied:
         for entry, part in zip(output.entries, output.tensor.parts, strict=True):
             for block in source.stored(name, part):
                 yield entry, block

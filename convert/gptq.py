@@ -33,16 +33,33 @@ class Rounded(NamedTuple):
 
 
 def quantise(
-    weight: np.ndarray, moment: np.ndarray, bits: int, group_size: int, dtype: mx.Dtype = mx.bfloat16
+    weight: np.ndarray,
+    moment: np.ndarray,
+    bits: int,
+    group_size: int,
+    dtype: mx.Dtype = mx.bfloat16,
+    factor: np.ndarray | None = None,
 ) -> tuple[Rounded, float]:
-    """`compensated` or, where that loses more for these inputs, `nearest`; and its `loss`. Raises as `compensated`."""
-    candidates = compensated(weight, moment, bits, group_size, dtype), nearest(weight, bits, group_size, dtype)
-    found = [(loss(weight - rounded.dequantised(bits, group_size), moment), rounded) for rounded in candidates]
-    lost, best = min(found, key=lambda pair: pair[0])
-    return best, lost
+    """Of each row, `compensated` or, where that loses more for these inputs, `nearest`; and what all of them lose.
+
+    `factor` is `inverse_factor(moment)` for who has it. Raises as `compensated`.
+    """
+    candidates = compensated(weight, moment, bits, group_size, dtype, factor), nearest(weight, bits, group_size, dtype)
+    lost = [losses(weight - rounded.dequantised(bits, group_size), moment) for rounded in candidates]
+    first = mx.array(lost[0] <= lost[1])[:, None]
+    best = Rounded(*(mx.where(first, ours, plain) for ours, plain in zip(*candidates, strict=True)))
+    mx.eval(best)
+    return best, float(np.minimum(*lost).sum())
 
 
-def compensated(weight: np.ndarray, moment: np.ndarray, bits: int, group_size: int, dtype: mx.Dtype) -> Rounded:
+def compensated(
+    weight: np.ndarray,
+    moment: np.ndarray,
+    bits: int,
+    group_size: int,
+    dtype: mx.Dtype,
+    factor: np.ndarray | None = None,
+) -> Rounded:
     """Round `weight` (out, in) for inputs with the second moments `moment` (in, in), the sum of x x^T, both float32.
 
     `dtype` is that of scales and biases; memory peaks at about twice the moments' and three times the weight's. Raises
@@ -53,7 +70,7 @@ def compensated(weight: np.ndarray, moment: np.ndarray, bits: int, group_size: i
         raise InputError(f"The moments have shape {moment.shape}, expected {(columns, columns)} for this weight.")
     if columns % group_size:
         raise InputError(f"Groups of {group_size} do not divide the weight's {columns:,} inputs.")
-    factor = inverse_factor(moment)
+    factor = inverse_factor(moment) if factor is None else factor
     rest, codes = weight.astype(np.float32), np.empty((rows, columns), np.uint8)
     scales, biases = (np.empty((rows, columns // group_size), np.float32) for _ in range(2))
     for group, start in enumerate(range(0, columns, group_size)):
@@ -69,9 +86,14 @@ def nearest(weight: np.ndarray, bits: int, group_size: int, dtype: mx.Dtype = mx
     return Rounded(*mx.quantize(mx.array(weight).astype(dtype), group_size=group_size, bits=bits))
 
 
+def losses(error: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """What each output (out,) is off by, squared and summed over positions; `error` (out, in), `moment` (in, in)."""
+    return np.einsum("oi,oi->o", error @ moment, error, dtype=np.float64)
+
+
 def loss(error: np.ndarray, moment: np.ndarray) -> float:
-    """What outputs are off by, squared and summed over positions; `error` of a weight (out, in), `moment` (in, in)."""
-    return float(np.sum((error @ moment) * error, dtype=np.float64))
+    """The sum of `losses`."""
+    return float(losses(error, moment).sum())
 
 
 def inverse_factor(moment: np.ndarray) -> np.ndarray:

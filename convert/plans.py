@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -104,11 +104,21 @@ class Rule:
 
 @dataclass(frozen=True)
 class Plan:
-    """`name` as given, and its rules in order; `file` says that a user wrote them."""
+    """`name` as given, and its rules in order; `file` says that a user wrote them.
+
+    `calibrated`: of no use without a calibration. `summary`: in place of rules that are too many to tell.
+    """
 
     name: str
     rules: tuple[Rule, ...]
     file: bool = False
+    calibrated: bool = False
+    summary: str = ""
+
+    def with_bits(self, chosen: Mapping[str, Quantised], name: str, summary: str) -> Plan:
+        """This plan, but for tensors that have a setting of their own."""
+        own = tuple(Rule(tensor, re.compile(re.escape(tensor)), (setting,)) for tensor, setting in chosen.items())
+        return replace(self, name=name, rules=own + self.rules, file=False, summary=summary)
 
     def described(self) -> dict[str, str]:
         """The rules as text, for config.json and the model card."""
@@ -225,6 +235,9 @@ def _named() -> dict[str, Plan]:
         plans.append(Plan(f"{bits}bit", (A_LOG, *_language(whole, whole), EVERYTHING_BF16)))
     plans.append(Plan("mixed-5", (*_language(Quantised(5, 64), EIGHT), SPEECH)))
     plans.append(Plan("mixed-4", _language(Quantised(4, 64), EIGHT)))
+    for bits in (4, 3):
+        rules = (*_language(Quantised(bits, 64), EIGHT), SPEECH)
+        plans.append(Plan(f"gptq-{bits}", rules, calibrated=True))
     for mode in ("mxfp8", "mxfp4"):
         whole = Quantised(*FIXED[mode], mode)
         plans.append(Plan(mode, _language(whole, whole)))

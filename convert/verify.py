@@ -11,10 +11,14 @@ import mlx.core as mx
 from mlx_voicechat.errors import VoiceChatError
 from mlx_voicechat.weights.shards import some_of
 
+from . import gptq
+from .calibration import Calibration
 from .conversion import Job, OutputTensor, Progress, as_bytes
 from .plans import Quantised
+from .rounding import ROWS, Layer, rows_of
 from .source import BLOCK_BYTES, Source, open_source, stored_bytes
 
+CALIBRATED_MARGIN = 1 + 1e-5  # sums of float32 products, in whatever order
 BFLOAT16 = 2.0**-8  # half a unit in the last place, of the value
 AFFINE_STEPS = 1.1  # MLX moves the scale so that zero is exact: the far end may lie a step outside
 # Of the largest value of a group: where powers of two scale, it is up to twice the widest number below it.
@@ -28,9 +32,16 @@ def verify_tensors(job: Job, target: Path, progress: Progress = lambda done, tot
     with open_source(str(target)) as result:
         if replace(result.config, quantization={}) != replace(job.source.config, quantization={}):
             raise VoiceChatError(f"{target}: config.json does not say what the source's says.", "Convert it again.")
+        layers = {layer.tensor.name: layer for layer in job.layers}
         for output in job.outputs:
-            if result.tensors[output.tensor.name].shape != output.tensor.shape or not _same(job.source, result, output):
-                wrong.append(output.tensor.name)
+            name = output.tensor.name
+            if result.tensors[name].shape != output.tensor.shape:
+                wrong.append(name)
+            elif name in layers and job.calibration is not None:
+                if not _loses_no_more(job.source, result, layers[name], job.calibration):
+                    wrong.append(name)
+            elif not _same(job.source, result, output):
+                wrong.append(name)
             if output.copied or output.entries[0].dtype == output.tensor.dtype:
                 exact += 1
             elif isinstance(output.setting, Quantised):
@@ -63,6 +74,19 @@ def _same(source: Source, result: Source, output: OutputTensor) -> bool:
     for (a, b), scale in zip(blocks, scales, strict=True):
         bias = None if biases is None else next(biases).array
         if not _within(a.array, b.array, _bound(a.array, scale.array, bias, written.quantised)):
+            return False
+    return True
+
+
+def _loses_no_more(source: Source, result: Source, layer: Layer, calibration: Calibration) -> bool:
+    """Whether a calibrated layer loses no more on its inputs than plain rounding would: single weights may move far."""
+    moment = calibration.moments(layer.module, layer.tensor.shape[1]).matrix
+    bits, group_size, _ = layer.setting
+    parts = zip(*(result.stored(layer.tensor.name, part, ROWS) for part in ("weight", "scales", "biases")), strict=True)
+    for weight, written in zip(rows_of(source, layer), parts, strict=True):
+        plain, found = gptq.nearest(weight, bits, group_size), gptq.Rounded(*(rows.array for rows in written))
+        most, lost = (gptq.losses(weight - each.dequantised(bits, group_size), moment) for each in (plain, found))
+        if not (lost <= most * CALIBRATED_MARGIN).all():
             return False
     return True
 

@@ -247,9 +247,9 @@ def load_opened(
     opened: checkpoint.Checkpoint,
     options: LoadOptions,
     say: Callable[[str], None] = checkpoint.print_notice,
-    make: Callable[..., VoiceChat] = VoiceChat,
+    kind: Callable[..., VoiceChat] = VoiceChat,
 ) -> VoiceChat:
-    """`load` of a checkpoint that is open already; `name` is what it is called, `make` a class with a part of it."""
+    """`load` of a checkpoint that is open already; `name` is what it is called, `kind` what it becomes."""
     config, stored = opened.config, opened.stored
     parameters = opened.parameters()
     limit_buffer_cache()
@@ -258,7 +258,7 @@ def load_opened(
     warning = memory.shortfall(config, stored, memory.machine(), requantise, states)
     if warning is not None:
         say(warning)
-    loaded = make(name, config, opened.tokenizer, parameters, say, requantise)
+    loaded = kind(name, config, opened.tokenizer, parameters, say, requantise)
     loaded.tts.cache_dtype = memory.KV_TYPES[options.kv_cache]
     on_gpu = mx.default_device().type == mx.gpu
     if (on_gpu if options.compile is None else options.compile) and not loaded.compile():

@@ -17,6 +17,7 @@ from mlx_voicechat.gauges.bench import bench, count_frame, faint_noise, growth
 from mlx_voicechat.gauges.company import frame_times, real_time_sessions
 from mlx_voicechat.gauges.counting import BUFFER, FUNCTIONS, METHODS, counting
 from mlx_voicechat.gauges.profile import STAGES, FrameTiming
+from mlx_voicechat.gauges.sustained import sustained
 from mlx_voicechat.options import LoadOptions
 from mlx_voicechat.voicechat import VoiceChat, load
 from mlx_voicechat.weights.config_file import read_config
@@ -37,6 +38,31 @@ def model() -> VoiceChat:
 def measured() -> tuple[dict[str, Any], dict[str, Any]]:
     """A report and the timings of its frames."""
     return bench(GOLDEN / "tiny-f32", FRAMES, LoadOptions(compile=False))
+
+
+def test_frames_without_rest(model: VoiceChat) -> None:
+    """On a clock that goes on by a second whenever it is read, and slower frames later."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0 if now < 60 else 2.0
+        return now
+
+    found = sustained(model, 120.0, faint_noise(model.config), clock=clock)
+    assert [part.second for part in found] == [10.0 * index for index in range(len(found))]
+    assert found[0].p50_ms == 1000
+    assert found[-1].p50_ms == found[-1].p95_ms == 2000
+    assert len(sustained(model, 120.0, faint_noise(model.config), stop=lambda: True)) == 0
+
+
+def test_the_curve_is_shown(measured: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    parts = [{"second": 0.0, "frames": 9, "p50_ms": 20.0, "p95_ms": 22.0}]
+    parts.append({"second": 5.0, "frames": 4, "p50_ms": 40.0, "p95_ms": 41.0})
+    shown = tables({**measured[0], "sustained": parts})
+    assert "from 0 s        20.00    22.00        9  " + "#" * 20 + "\n" in shown
+    assert "takes 2.00 of the first one's time" in shown
+    assert "without rest" not in tables(measured[0])
 
 
 # -- counting --------------------------------------------------------------------------------------------------------

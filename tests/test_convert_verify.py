@@ -12,7 +12,7 @@ import pytest
 from support.checkpoints import GOLDEN, edit_json
 
 from mlx_voicechat.cli.main import run
-from mlx_voicechat.convert import agreement, conversion, plans
+from mlx_voicechat.convert import agreement, conversations, conversion, plans
 from mlx_voicechat.convert.source import open_source
 from mlx_voicechat.convert.verify import verify_tensors
 from mlx_voicechat.convert.writer import check_target
@@ -76,8 +76,8 @@ def test_what_is_not_the_source_goes_by_name(tmp_path: Path, plan: str) -> None:
 
 def test_divergence_of_logits() -> None:
     logits = np.log(np.array([[0.5, 0.5], [0.25, 0.75]]))
-    assert agreement.divergence(logits, logits + 3).tolist() == pytest.approx([0, 0])
-    assert agreement.divergence(logits[:1], logits[1:])[0] == pytest.approx(0.5 * np.log(4 / 3))
+    assert conversations.divergence(logits, logits + 3).tolist() == pytest.approx([0, 0])
+    assert conversations.divergence(logits[:1], logits[1:])[0] == pytest.approx(0.5 * np.log(4 / 3))
 
 
 def test_silence_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 from mlx_voicechat.cli import diagnosis, published
 from mlx_voicechat.cli.diagnosis import OK, STOP, WARNING, Check, Facts, diagnose
 from mlx_voicechat.cli.main import run
+from mlx_voicechat.cli.recommendation import Candidate, candidates
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.weights.hub_cache import DOWNLOAD_BYTES, PUBLISHED, CachedModel
 
@@ -49,9 +50,38 @@ COMPLETE = {**MAC.held, "8bit": CachedModel(PUBLISHED["8bit"], "complete", 14 * 
 PARTIAL = {**MAC.held, "4bit": CachedModel(PUBLISHED["4bit"], "partial", 9 * GB, "a" * 40)}
 
 
+CANDIDATES = [
+    Candidate("8bit", "mlx-voicechat download 8bit", 15 * GB, 90.0),
+    Candidate("4bit", "mlx-voicechat download 4bit", 10 * GB, 60.0),
+    Candidate("gptq-3", "a calibration", 9 * GB, 50.0),
+]
+
+
 def find(facts: Facts, name: str) -> Check:
     (found,) = [check for check in diagnose(facts) if check.name == name]
     return found
+
+
+@pytest.mark.parametrize(
+    ("gbps", "usable", "name"),
+    [(400, 27, "8bit"), (250, 27, "4bit"), (400, 14, "4bit"), (100, 27, "gptq-3"), (400, 9, "gptq-3"), (400, 8, None)],
+)
+def test_the_best_checkpoint_in_time_is_recommended(gbps: int, usable: int, name: str | None) -> None:
+    found = [each._replace(floor_ms=each.floor_ms * 150 / gbps) for each in CANDIDATES]
+    facts = replace(MAC, candidates=found, gbps=gbps, usable_bytes=usable * GB)
+    checks = [check for check in diagnose(facts) if check.name == "recommended"]
+    assert [check.text.split(":")[0] for check in checks] == ([name] if name else [])
+    assert all(check.level == OK for check in checks)
+    slow = replace(facts, candidates=[each._replace(floor_ms=81.0) for each in found])
+    assert all(check.level == WARNING for check in diagnose(slow) if check.name == "recommended")
+
+
+def test_candidates_are_told_of_every_precision() -> None:
+    found = {each.name: each for each in candidates(100.0)}
+    assert list(found) == ["bf16", "8bit", "4bit", "gptq-4", "gptq-3"]
+    floors = [found[name].floor_ms for name in ("bf16", "8bit", "gptq-4", "gptq-3")]
+    assert floors == sorted(floors, reverse=True)
+    assert found["gptq-3"].memory_bytes < found["4bit"].memory_bytes < found["8bit"].memory_bytes
 
 
 def test_a_mac_that_is_well() -> None:

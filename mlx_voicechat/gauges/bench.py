@@ -32,6 +32,7 @@ from .company import company
 from .counting import Count, counting
 from .parts import timed
 from .profile import COLD_FRAMES, STAGES, FrameTiming, Profile
+from .sustained import sustained
 
 COMPILED = LoadOptions(compile=True)
 STEADY_FRAMES = 12  # frames before the one that is counted
@@ -76,12 +77,13 @@ def bench(
     say: Callable[[str], None] = checkpoint.print_notice,
     progress: Callable[[int], None] = lambda done: None,
     stop: Callable[[], bool] = lambda: False,
+    minutes: float = 0.0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load a model and measure `frames` frames of it -> the report, and the timing of every frame (`every_frame`).
 
     `parts` times the parts of the stages too, in a session of their own; `sessions` more than one, so many together
-    (`company`). `progress` gets the number of frames done;
-    `stop` ends the measured session early. Raises what `load` raises.
+    (`company`). `progress` gets the number of frames done; `stop` ends the measured session early. `minutes`: then
+    frames without a pause for so long (`sustained`). Raises what `load` raises.
     """
     opened, loaded, loading = _load(model, options, say)
     config, stored, plan = opened.config, opened.stored, loaded.requantised
@@ -119,6 +121,7 @@ def bench(
         "memory": figures,
         "floor": floor(traffic.traffic(config, stored, session.frames, plan, states), bandwidth, summary["stages"]),
         "bandwidth": {"gbps": bandwidth, "measured": bandwidth_gbps is None},
+        **({"sustained": [p._asdict() for p in sustained(loaded, 60 * minutes, noise, stop)]} if minutes else {}),
         **({"sub_stages": sub_stages} if sub_stages is not None else {}),
         **({"together": together} if together is not None else {}),
         "notes": [*summary["notes"], *_notes(counted)],

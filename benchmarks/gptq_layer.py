@@ -1,0 +1,128 @@
+"""Time and memory of gathering and rounding one layer of each kind, at the released model's sizes.
+
+    python benchmarks/gptq_layer.py [--bits 3] [--positions 1024] [--rows 1024] [--only down_proj]
+
+Random weights, and random inputs that depend on each other. Each kind is a process of its own with one thread, and its
+times are the processor's. So many rows are rounded and the time is scaled, since rows are independent; `convert` has
+4,096 at once. Memory is the most that the process ever held, less what it held before, and what `convert` would announce
+for so many rows. The last line adds up all layers of the model, and gathering 100,000 positions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from mlx_voicechat import assets
+from mlx_voicechat.config import LlmConfig
+from mlx_voicechat.convert import gptq, moments
+from mlx_voicechat.convert.rounding import COPIES
+from mlx_voicechat.gauges.bench import peak_resident, resident
+from mlx_voicechat.weights.config_file import parse_config
+
+GROUP_SIZE, ALL_POSITIONS = 64, 100_000
+
+
+def sizes(config: LlmConfig) -> dict[str, tuple[int, int, int]]:
+    """Outputs, inputs, and number of layers, by kind."""
+    heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    mamba, attention, mlp = (config.pattern.count(kind) for kind in "M*-")
+    hidden, inner = config.hidden_size, config.mamba_inner
+    return {
+        "in_proj": (inner + config.conv_dim + config.mamba_num_heads, hidden, mamba),
+        "out_proj": (hidden, inner, mamba),
+        "q_proj": (heads[0], hidden, attention),
+        "k_proj": (heads[1], hidden, 2 * attention),
+        "o_proj": (hidden, heads[0], attention),
+        "up_proj": (config.intermediate_size, hidden, mlp),
+        "down_proj": (hidden, config.intermediate_size, mlp),
+        "lm_head": (config.vocab_size, hidden, 2),
+    }
+
+
+def measure(outputs: int, inputs: int, rows: int, bits: int, positions: int) -> dict[str, float]:
+    """One layer in this process."""
+    rng = np.random.default_rng(0)
+    scale = rng.lognormal(size=inputs).astype(np.float32)
+    before = resident()
+    gathering = moments.Gathering(nn.Module(), "")
+    took = 0.0
+    for _ in range(0, positions, moments.CHUNK):
+        common = rng.standard_normal((moments.CHUNK, 64), np.float32) @ rng.standard_normal((64, inputs), np.float32)
+        x = mx.array((rng.standard_normal((moments.CHUNK, inputs), np.float32) + common / 8) * scale)
+        mx.eval(x)
+        started = time.process_time()
+        gathering.note("x", x)
+        took += time.process_time() - started
+    del x, common
+    matrix = gathering.sums.pop("x")
+    found = {"gather": took / positions * 1000}
+    for start in range(0, inputs, moments.CHUNK):
+        end = start + moments.CHUNK
+        matrix[start:end, :start] = matrix[:start, start:end].T
+        square = np.triu(matrix[start:end, start:end])
+        matrix[start:end, start:end] = square + np.triu(square, 1).T
+    started = time.process_time()
+    factor = gptq.inverse_factor(matrix)
+    found["factor"] = time.process_time() - started
+    weight = rng.standard_normal((min(outputs, rows), inputs), np.float32) / math.sqrt(inputs)
+    started = time.process_time()
+    _, lost = gptq.quantise(weight, matrix, bits, GROUP_SIZE, factor=factor)
+    found["round"] = (time.process_time() - started) * outputs / len(weight)
+    found["memory"] = peak_resident() - before
+    rounded = gptq.nearest(weight, bits, GROUP_SIZE).dequantised(bits, GROUP_SIZE)
+    return {**found, "loss": lost / gptq.loss(weight - rounded, matrix)}
+
+
+def main() -> None:
+    """A row for each kind, and all of the model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bits", type=int, default=3)
+    parser.add_argument("--positions", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--here", type=int, nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.here:
+        with threadpool_limits(1):
+            print(json.dumps(measure(*arguments.here, arguments.rows, arguments.bits, arguments.positions)))
+        return
+    raw = json.loads((assets.FOLDER / "configs" / "full.json").read_text(encoding="utf-8"))
+    total = 0.0
+    for kind, (rows, inputs, count) in sizes(parse_config(raw).llm).items():
+        if arguments.only and kind not in arguments.only:
+            continue
+        options = [
+            "--bits",
+            str(arguments.bits),
+            "--positions",
+            str(arguments.positions),
+            "--rows",
+            str(arguments.rows),
+        ]
+        command = [sys.executable, __file__, "--here", str(rows), str(inputs), *options]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+        announced = 4 * (2 * inputs**2 + COPIES * min(rows, arguments.rows) * inputs)
+        print(
+            f"{kind:<10} {rows:>7,} x {inputs:>6,}, {count:>3} layers: gathering {found['gather']:.2f} s / 1,000 "
+            f"positions, factor {found['factor']:.1f} s, rounding {found['round']:.1f} s, "
+            f"memory {found['memory'] / 1e9:.2f} GB of {announced / 1e9:.2f} GB announced, "
+            f"loss {found['loss']:.2f} of plain rounding's",
+            flush=True,
+        )
+        total += count * (found["factor"] + found["round"])
+        total += count * found["gather"] * ALL_POSITIONS / 1000 * (kind not in ("k_proj",)) / (1 + (kind == "lm_head"))
+    print(f"all layers, {ALL_POSITIONS:,} positions: {total / 3600:.1f} hours")
+
+
+if __name__ == "__main__":
+    main()

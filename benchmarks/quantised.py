@@ -1,0 +1,155 @@
+"""A talking checkpoint's language model in few bits, by rounding and with a calibration: what it still answers.
+
+    python benchmarks/quantised.py CHECKPOINT [--work FOLDER] [--voices 3]
+
+CHECKPOINT knows the questions of examples/questions.json and has widths that divide into groups of 64. Needs espeak-ng.
+Calibrated on each question in other voices than the tested ones; tested on examples/ and on each question in one more
+of those voices. Nothing is spoken. FOLDER keeps the calibration and the checkpoints; a second run goes on with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mlx_voicechat.convert import bits, calibration, conversion, listening, plans
+from mlx_voicechat.convert.conversations import Run, measures, run
+from mlx_voicechat.convert.source import open_source
+from mlx_voicechat.sound.recordings import read_all
+from mlx_voicechat.weights.checkpoint import open_model
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CALIBRATION_VOICES = [
+    ("en-gb+m3", 160, 50),
+    ("en-us+f2", 150, 55),
+    ("en-gb-scotland+m7", 170, 45),
+    ("en-gb+f3", 145, 60),
+]
+TESTED_VOICES = [("en-us+m5", 165, 50), ("en-gb+f4", 150, 52)]
+SILENCE_SECONDS = 4.0
+LLM = ("rounded 4", "rounded 3", "rounded 2", "GPTQ 4", "GPTQ 3", "GPTQ 2.5 by error", "GPTQ 2")
+
+
+class Question(NamedTuple):
+    """A recording and what is answered to it."""
+
+    path: Path
+    text: str
+    answer: str
+
+
+def main() -> None:
+    """Print a row for each way of quantising."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--voices", type=int, default=3, help="of the calibration, at most 4")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        work = arguments.work or Path(place)
+        work.mkdir(exist_ok=True)
+        known = [
+            Question(EXAMPLES / each["file"], each["transcript"], each["answer"])
+            for each in json.loads((EXAMPLES / "questions.json").read_text(encoding="utf-8"))
+            if "weather in" not in each["transcript"]
+        ]
+        tested = known + spoken(known, work / "tested", TESTED_VOICES, alternate=True)
+        heard = spoken(known, work / "heard", CALIBRATION_VOICES[: arguments.voices])
+        gathered = calibrated(arguments.checkpoint, heard, work / "calib")
+        print(f"{len(tested)} tested recordings, {len(heard)} of calibration, {gathered.positions:,} positions")
+        expected = answers(arguments.checkpoint, tested)
+        report("as it is", arguments.checkpoint, tested, expected, expected)
+        for name in LLM:
+            folder = work / name.replace(" ", "-")
+            if not folder.is_dir():
+                convert(arguments.checkpoint, name, gathered, folder)
+            report(name, str(folder), tested, expected)
+
+
+def spoken(
+    known: list[Question], folder: Path, voices: list[tuple[str, int, int]], alternate: bool = False
+) -> list[Question]:
+    """Each different question by espeak-ng, in all voices or in one of them after the other."""
+    folder.mkdir(exist_ok=True)
+    found = []
+    for number, question in enumerate({each.text: each for each in known}.values()):
+        for index, (voice, words, pitch) in enumerate(voices):
+            if alternate and index != number % len(voices):
+                continue
+            path = folder / f"{question.path.stem}-{index}.wav"
+            program = ["espeak-ng", "-v", voice, "-s", str(words), "-p", str(pitch), "-w", str(path), question.text]
+            subprocess.run(program, check=True)
+            found.append(question._replace(path=path))
+    return found
+
+
+def calibrated(checkpoint: str, heard: list[Question], folder: Path) -> calibration.Calibration:
+    """The calibration, made or opened."""
+    opened = open_model(checkpoint)
+    job = calibration.Job(folder, opened, calibration.recordings([each.path for each in heard]))
+    job.check()
+    return job.run(listening.listener(checkpoint, opened, quiet))
+
+
+def convert(checkpoint: str, name: str, gathered: calibration.Calibration, folder: Path) -> None:
+    """One checkpoint; all differ in the language model's body alone, and have 8 bits elsewhere."""
+    base = plans.NAMED["gptq-3"]
+    body, *others = base.rules
+    count = name.split()[1]
+    with open_source(checkpoint) as source:
+        own = gathered if name.startswith("GPTQ") else None
+        if "." in count:
+            plan = bits.choose(source, base, gathered, bits.Target(bits=float(count)))
+        else:
+            rule = plans.Rule(body.text, body.pattern, (plans.Quantised(int(count), 64),))
+            plan = plans.Plan(name, (rule, *others))
+        started = time.perf_counter()
+        conversion.run(conversion.prepare(source, plan, own), folder)
+        print(f"{name}: converted in {time.perf_counter() - started:.1f} s; {plan.summary}", file=sys.stderr)
+
+
+def quiet(text: str) -> None:
+    """Notices are not shown."""
+
+
+def answers(checkpoint: str, tested: list[Question], told: list[Run] | None = None) -> list[Run]:
+    """What a checkpoint gives, each recording followed by silence; `told` the ids of other runs."""
+    model = listening.listener(checkpoint, open_model(checkpoint), quiet)
+    silence = np.zeros(round(SILENCE_SECONDS * model.config.input_rate_hz), np.float32)
+    heard = [np.concatenate([np.asarray(read_all(each.path)), silence]) for each in tested]
+    return [run(model, samples, None if told is None else told[n].ids) for n, samples in enumerate(heard)]
+
+
+def report(
+    name: str, checkpoint: str, tested: list[Question], expected: list[Run], own: list[Run] | None = None
+) -> None:
+    """A row: answers that are right, ids that are equal, and the divergence of both heads."""
+    told = answers(checkpoint, tested, expected) if own is None else own
+    own = answers(checkpoint, tested) if own is None else own
+    right = sum(given.text.strip() == question.answer for given, question in zip(own, tested, strict=True))
+    found = [measures(first, second, 22050) for first, second in zip(expected, told, strict=True)]
+    ids = np.concatenate([first.ids == second.ids for first, second in zip(expected, own, strict=True)]).mean(axis=0)
+    told_text, told_function, kl_text, kl_function = (
+        float(np.average([getattr(each, what) for each in found], weights=[each.frames for each in found]))
+        for what in ("same_text", "same_function", "kl_text", "kl_function")
+    )
+    print(
+        f"{name:<20} right {right} / {len(tested)}; equal ids {ids[0]:.2%} text {ids[1]:.2%} function; "
+        f"told the other's ids {told_text:.2%} {told_function:.2%}; KL text {kl_text:.2e} function {kl_function:.2e}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    if shutil.which("espeak-ng") is None:
+        sys.exit("espeak-ng is not installed.")
+    main()

@@ -1,0 +1,257 @@
+"""A language model rounded with a calibration: no layer loses more than by rounding, and who is stopped goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import soundfile as sf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import GOLDEN, copy_of, rewrite
+from threadpoolctl import threadpool_limits
+
+from mlx_voicechat import load
+from mlx_voicechat.cli.main import run
+from mlx_voicechat.convert import bits, calibration, conversion, gptq, listening, plans, rounding
+from mlx_voicechat.convert.bits import Choice, Target, knapsack
+from mlx_voicechat.convert.calibration import Calibration
+from mlx_voicechat.convert.source import open_source
+from mlx_voicechat.convert.verify import verify_tensors
+from mlx_voicechat.errors import InputError, VoiceChatError
+from mlx_voicechat.weights.checkpoint import open_folder
+
+FOLDER = GOLDEN / "tiny-f32"
+DOWN = "stt_model.llm.layers.1.mixer.down_proj"
+OWN_PLAN = '"stt_model.llm.*_proj" = "3/32"\n"stt_model.*_head" = "4/32"\n"*" = "keep"'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices are too small for several threads, which wait for each other on a busy machine."""
+    with threadpool_limits(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def gathered(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    where = tmp_path_factory.mktemp("calibration")
+    noise = np.random.default_rng(0).normal(0, 0.05, 80000)
+    sf.write(where / "noise.wav", noise.astype(np.float32), 16000)
+    opened = open_folder(FOLDER)
+    job = calibration.Job(where / "calib", opened, calibration.recordings([where / "noise.wav"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(listening, "LONGEST_REPLY_SECONDS", 0.4)
+        return job.run(listening.listener("tiny-f32", opened, lambda text: None))
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> plans.Plan:
+    (tmp_path / "own.toml").write_text(OWN_PLAN, encoding="utf-8")
+    return plans.find(str(tmp_path / "own.toml"))
+
+
+def converted(plan: plans.Plan, gathered: Calibration | None, target: Path) -> conversion.Job:
+    with open_source(str(FOLDER)) as source:
+        job = conversion.prepare(source, plan, gathered)
+        conversion.run(job, target)
+    return job
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_no_layer_loses_more_than_by_rounding(gathered: Calibration, plan: plans.Plan, tmp_path: Path) -> None:
+    job = converted(plan, gathered, tmp_path / "out")
+    assert len(job.layers) == sum(setting.bits < 8 for setting in (layer.setting for layer in job.layers)) > 10
+    less = []
+    with open_source(str(FOLDER)) as source, open_source(str(tmp_path / "out")) as result:
+        for layer in job.layers:
+            moment = gathered.moments(layer.module, layer.tensor.shape[1]).matrix
+            (weight,), (written,) = rounding.rows_of(source, layer), rounding.rows_of(result, layer)
+            plain = gptq.nearest(weight, layer.setting.bits, 32).dequantised(layer.setting.bits, 32)
+            less.append(gptq.loss(weight - written, moment) / gptq.loss(weight - plain, moment))
+    assert max(less) <= 1.01  # what is read here is dequantised in bfloat16
+    assert np.mean(less) < 0.8
+
+
+def test_the_checkpoint_is_sound(gathered: Calibration, plan: plans.Plan, tmp_path: Path) -> None:
+    job = converted(plan, gathered, tmp_path / "out")
+    with open_source(str(FOLDER)) as job_source:
+        found = verify_tensors(conversion.prepare(job_source, plan, gathered), tmp_path / "out")
+        assert f"{len(job.layers)} within the quantiser's bound" in found
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "own.toml"]
+        load(tmp_path / "out", compile=False).session().push(np.zeros(1280, np.float32))
+        raw = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert raw["quantization"][DOWN] == {"group_size": 32, "bits": 3}
+        facts = raw["mlx_voicechat_conversion"]["calibration"]
+        assert facts == {"recordings": 1, "positions": gathered.positions, "method": "GPTQ"}
+        file = next((tmp_path / "out").glob("model-*.safetensors"))
+        tensors: Any = mx.load(str(file))
+        tensors[f"{DOWN}.weight"] = tensors[f"{DOWN}.weight"][::-1]
+        mx.eval(tensors)
+        mx.save_safetensors(str(file), tensors, metadata={"format": "mlx"})
+        with pytest.raises(VoiceChatError, match="1 tensors are not what the source holds"):
+            verify_tensors(conversion.prepare(job_source, plan, gathered), tmp_path / "out")
+
+
+class Killed(BaseException):
+    """As a signal would end it."""
+
+
+def test_stopped_at_any_layer_it_goes_on_to_the_same_bytes(
+    gathered: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.toml").write_text('"stt_model.llm.layers.[13].*_proj" = "3/32"\n"*" = "keep"')
+    plan = plans.find(str(tmp_path / "own.toml"))
+    job = converted(plan, gathered, tmp_path / "whole")
+    round_one, done = rounding.rounded, 0
+
+    def killed(*arguments: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done % 2 == 0:
+            raise Killed
+        return round_one(*arguments)
+
+    monkeypatch.setattr(rounding, "rounded", killed)
+    for _ in range(len(job.layers) - 1):  # each gets one layer further
+        with pytest.raises(Killed):
+            converted(plan, gathered, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    converted(plan, gathered, tmp_path / "out")
+    assert done == 2 * len(job.layers) - 1
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "own.toml", "whole"}
+
+
+def test_a_layer_of_something_else_is_rounded_again(
+    gathered: Calibration, plan: plans.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted(plan, gathered, tmp_path / "whole")
+    monkeypatch.setattr(conversion, "_write_shards", lambda *rest: (_ for _ in ()).throw(Killed))
+    other = tmp_path / "other.toml"
+    other.write_text(OWN_PLAN.replace("3/32", "2/32"))
+    with pytest.raises(Killed):
+        converted(plans.find(str(other)), gathered, tmp_path / "out")
+    assert (tmp_path / ".out.mlx-voicechat-layers").is_dir()
+    monkeypatch.undo()
+    converted(plan, gathered, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_memory_time_and_disk_are_told(gathered: Calibration, plan: plans.Plan, tmp_path: Path) -> None:
+    with open_source(str(FOLDER)) as source:
+        job = conversion.prepare(source, plan, gathered)
+        lines = job.describe(tmp_path / "out")
+        assert f"{gathered.positions:,} positions; {len(job.layers)} layers to round, about 1 min" in lines[-1]
+        assert job.disk_bytes == job.bytes + rounding.layers_bytes(job.layers)
+        packed = [entry for output in job.outputs for entry in output.entries if entry.name.startswith(f"{DOWN}.")]
+        (down,) = [layer for layer in job.layers if layer.tensor.name == f"{DOWN}.weight"]
+        assert rounding.layers_bytes([down]) == sum(entry.bytes for entry in packed)
+    assert rounding.seconds(0) == 0 < rounding.seconds(1e12)
+
+
+def test_of_another_model(gathered: Calibration, plan: plans.Plan, tmp_path: Path) -> None:
+    other = copy_of("tiny-f32", tmp_path)
+    rewrite(other, lambda tensors: tensors.update({(n := "stt_model.llm.norm_f.weight"): tensors[n] * 1.1}))
+    with open_source(str(other)) as source, pytest.raises(InputError, match="is of another language model than"):
+        conversion.prepare(source, plan, gathered)
+    with open_source(str(FOLDER)) as source:
+        with pytest.raises(InputError, match="needs a calibration"):
+            conversion.prepare(source, plans.find("gptq-3"))
+        with pytest.raises(InputError, match="quantises no layer"):
+            conversion.prepare(source, plans.find("bf16"), gathered)
+    for folder in ("tiny-bf16", "tiny-4bit"):  # any precision of the same one
+        with open_source(str(GOLDEN / folder)) as source:
+            rounding.check(source, gathered)
+
+
+# -- bits per layer ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.lists(st.floats(0, 10), min_size=3, max_size=3)), min_size=1, max_size=5),
+    st.floats(2, 4),
+)
+def test_the_knapsack_is_the_best_there_is(layers: list[tuple[int, list[float]]], average: float) -> None:
+    choices = [Choice(str(i), 64 * n, dict(zip((2, 3, 4), costs, strict=True))) for i, (n, costs) in enumerate(layers)]
+    budget = int(average * sum(choice.weights for choice in choices))
+    chosen = knapsack(choices, budget)
+    assert list(chosen) == [choice.name for choice in choices]
+
+    def totals(picked: tuple[int, ...]) -> tuple[float, int]:
+        pairs = list(zip(choices, picked, strict=True))
+        return sum(c.costs[b] for c, b in pairs), sum(c.weights * b for c, b in pairs)
+
+    every = [totals(picked) for picked in itertools.product((2, 3, 4), repeat=len(choices))]
+    cost, size = totals(tuple(chosen.values()))
+    assert size <= budget
+    assert cost == pytest.approx(min(cost for cost, size in every if size <= budget))
+
+
+def test_odd_sizes_still_fit() -> None:
+    rng = np.random.default_rng(0)
+    choices = [Choice(str(i), int(n), {2: 4.0, 3: 1.0, 4: 0.2}) for i, n in enumerate(rng.integers(10**6, 10**8, 30))]
+    budget = int(2.7 * sum(choice.weights for choice in choices))
+    used = sum(choice.weights * knapsack(choices, budget)[choice.name] for choice in choices)
+    assert 0.99 * budget < used <= budget
+
+
+def test_what_costs_more_gets_more_bits(gathered: Calibration, plan: plans.Plan, monkeypatch: Any) -> None:
+    with open_source(str(FOLDER)) as source:
+        job = conversion.prepare(source, plan, gathered)
+        body = [layer for layer in job.layers if "head" not in layer.module]
+        measured = {choice.name: choice for choice in bits.measure(source, body, gathered)}
+        assert all(list(each.costs.values()) == sorted(each.costs.values(), reverse=True) for each in measured.values())
+        monkeypatch.setattr(bits, "_costs", None)  # measured once
+        chosen = bits.choose(source, plan, gathered, Target(bits=2.5))
+        given = {rule.text: rule.settings[0] for rule in chosen.rules if rule.text in measured}
+        assert given.keys() == measured.keys()
+        used = sum(measured[name].weights * setting.bits for name, setting in given.items())  # type: ignore[union-attr]
+        weights = sum(choice.weights for choice in measured.values())
+        assert 2.4 < used / weights <= 2.5
+        assert "bits per layer by measured error" in conversion.prepare(source, chosen, gathered).describe(FOLDER)[1]
+        size = conversion.prepare(source, plan, gathered).bytes / 1e9
+        by_size = conversion.prepare(source, bits.choose(source, plan, gathered, Target(gigabytes=size)), gathered)
+        assert 0.98 * size <= by_size.bytes / 1e9 <= size
+        for target in (Target(bits=1.9), Target(gigabytes=size / 2)):
+            with pytest.raises(InputError, match=r"out of reach with plan own.toml: its least is \d"):
+                bits.choose(source, plan, gathered, target)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(gathered: Calibration, plan: plans.Plan, tmp_path: Path, capsys: Any) -> None:
+    command = ["convert", "-s", str(FOLDER), "--plan", str(tmp_path / "own.toml")]
+    asked = ["--calibration", str(gathered.folder), "--target-bits", "3.2", "-o", str(tmp_path / "out")]
+    assert run([*command, *asked]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{tmp_path / 'out'}\n"
+    assert "plan: own.toml, 3.19 bits (bits per layer by measured error: " in err
+    assert "layers to round" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target-bits", "3"], "need --calibration"),
+        (["--target-bits", "3", "--target-gb", "4", "--calibration", "x"], "exclude each other"),
+        (["--target-gb", "-1", "--calibration", "x"], "not a number above 0"),
+        (["--plan", "gptq-3"], "needs a calibration"),
+        (["--plan", "gptq-3", "--calibration", "absent"], "is no calibration"),
+    ],
+)
+def test_bad_use(arguments: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
+    assert run(["convert", "-s", str(FOLDER), "-o", str(tmp_path / "out"), *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
