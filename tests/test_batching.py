@@ -382,6 +382,10 @@ def test_a_limit_is_announced_in_company(model: VoiceChat) -> None:
     assert sum(isinstance(event, AudioFrame) for event in events[other]) == 4
 
 
+def test_how_near_a_choice_was_is_seen(model: VoiceChat) -> None:
+    assert 0 < closest_choice(model, Plan(joins=0, frames=2, seed=0), 1) < 1
+
+
 def test_a_session_takes_one_step(model: VoiceChat) -> None:
     session = model.session()
     with pytest.raises(InputError, match="twice"):
