@@ -321,11 +321,14 @@ def joins(request: Request) -> bool:
 
 
 def groups(states: Sequence[State]) -> list[list[int]]:
-    """Which of the states, by their index, run together: at most MOST_ROWS; full slabs stay as they are."""
+    """Which of the states, by their index, run together: at most MOST_ROWS.
+
+    A slab of exactly these states stays as it is, whatever their order now, and so does a full one.
+    """
     left, found = {id(state): index for index, state in enumerate(states)}, []
     for slab in {id(state.slab): state.slab for state in states if state.slab is not None}.values():
         members = [id(member) for member in slab.members]
-        if len(members) == MOST_ROWS and all(member in left for member in members):
+        if len(members) in (MOST_ROWS, len(states)) and all(member in left for member in members):
             found.append([left.pop(member) for member in members])
     rest = list(left.values())
     return [*found, *(rest[at : at + MOST_ROWS] for at in range(0, len(rest), MOST_ROWS))]

@@ -405,6 +405,10 @@ def test_which_states_run_together(model: VoiceChat) -> None:
     assert groups(states)[0] == list(range(4, 12))
     assert sorted(row for group in groups(states) for row in group) == list(range(20))
     assert groups(states[:8]) == [list(range(8))]  # half of a slab keeps nobody
+    slab = together.Slab.of(states[:3])
+    assert groups([states[2], states[0], states[1]]) == [[1, 2, 0]]  # whatever their order
+    assert together.Slab.of(states[:3]) is slab
+    assert groups([states[2], states[0], states[3]]) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("batch", [True, False])
