@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
@@ -445,3 +446,32 @@ def without_pcm(event: dict[str, Any]) -> dict[str, Any]:
 
 def pcm(event: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(event["delta"]), np.int16)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    mx.default_device().type == mx.cpu and shutil.which("g++") is None, reason="MLX compiles for a CPU with g++"
+)
+def test_a_warm_model_traces_nothing_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled runs as Python only while it is traced: in no frame of as many sessions as it was warmed for."""
+    model = mlx_voicechat.load(GOLDEN / "tiny-f32", compile=True)
+    model.warm(sessions=3)
+    model.session().push(sound(0, 1)[0])  # alone, the frame at position 0
+    traced: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: [traced.append(name), method(*given)][1])
+
+    for owner, name in (
+        (model.perception.encoder, "step"),
+        (model.language, "logits"),
+        (model.tts.mog_head, "distribution"),
+        (model.codec, "dequantise"),
+        (model.rnnt.joint, "combine"),
+    ):
+        note(owner, name)
+    in_company(model, [Plan(joins=seed, frames=5, seed=seed) for seed in range(3)])
+    assert traced == []
+    in_company(model, [Plan(joins=0, frames=2, seed=seed) for seed in range(6)])
+    assert {"step", "logits", "distribution", "dequantise", "combine"} <= set(traced)  # of eight rows
