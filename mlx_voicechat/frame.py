@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -109,8 +109,9 @@ class State:
     @property
     def fixed(self) -> Fixed:
         """What has the same shape at every position."""
-        language, tts = self.language.mamba, (self.tts.latent, self.tts.controls)
-        return self.perception, self.rnnt, language, tts, self.codec, self.text_id, self.function_id
+        tts, ids = (self.tts.latent, self.tts.controls), (self.text_id, self.function_id)
+        text_id, function_id = (each.astype(mx.uint32) for each in ids)  # as choices have them: one trace for all
+        return self.perception, self.rnnt, self.language.mamba, tts, self.codec, text_id, function_id
 
     @fixed.setter
     def fixed(self, fixed: Fixed) -> None:
@@ -134,18 +135,34 @@ class Slab:
             if member.slab is not None:
                 member.slab.dissolve(going)
         fixed = mapped(lambda *rows: mx.concatenate(filled(rows, size)), *(member.fixed for member in members))
-        layers = zip(*(member.language.caches for member in members), strict=True)
-        language = LlmState((), tuple(CacheRows(caches, size) for caches in layers))
-        layers = zip(*(member.tts.caches for member in members), strict=True)
-        tts = members[0].tts._replace(
-            caches=tuple(CacheRows(caches, size) for caches in layers),
-            guidance_rows=max(member.tts.guidance_rows for member in members),
+        language, tts = ([each.language.caches for each in members], [each.tts.caches for each in members])
+        self._language = tuple(CacheRows(layer, size) for layer in zip(*language, strict=True))
+        self._tts = tuple(CacheRows(layer, size) for layer in zip(*tts, strict=True))
+        self.state = replace(
+            members[0],
+            language=LlmState((), self._language),
+            tts=members[0].tts._replace(
+                caches=self._tts, guidance_rows=max(member.tts.guidance_rows for member in members)
+            ),
         )
-        self.state = replace(members[0], language=language, tts=tts)
         self.state.fixed = fixed
         nothing = mapped(lambda row: mx.zeros((0,), row.dtype), fixed)  # the memory is the rows'
         for member in members:
             member.fixed, member.slab = nothing, self
+
+    def step_language(self, rows: Sequence[bool], step: Callable[[LlmState], tuple[Any, LlmState]]) -> Any:
+        """Step the language model of some of the rows, and no other; what `step` gave besides the state."""
+        before = self.state.language
+        out, after = step(before._replace(caches=tuple(cache.only(rows) for cache in self._language)))
+        self.state.language = LlmState(kept(after.mamba, before.mamba, rows), self._language)
+        return out
+
+    def step_tts(self, rows: Sequence[bool], step: Callable[[TtsState], tuple[Any, TtsState]]) -> Any:
+        """The same of the speech generator."""
+        before = self.state.tts
+        out, after = step(before._replace(caches=tuple(cache.only(rows) for cache in self._tts)))
+        self.state.tts = before._replace(latent=kept(after.latent, before.latent, rows))
+        return out
 
     @staticmethod
     def of(states: Sequence[State]) -> Slab:
@@ -171,6 +188,19 @@ class Slab:
                 fixed = mapped(mx.contiguous, fixed)
                 mx.async_eval(leaves(fixed))
             member.fixed, member.slab = fixed, None
+
+
+def kept(after: Any, before: Any, rows: Sequence[bool]) -> Any:
+    """A tree of arrays (B, ...) as it is after a step of some of the rows; the others are as they were before it."""
+    still = [index for index, goes in enumerate(rows) if not goes]
+
+    def restored(new: mx.array, old: mx.array) -> mx.array:
+        new = new[...]  # an object of its own: a shifted past stands in both trees, and assigning changes the object
+        for index in still:
+            new[index : index + 1] = old[index : index + 1]
+        return new
+
+    return mapped(restored, after, before) if still else after
 
 
 def rows_for(count: int) -> int:
@@ -281,21 +311,25 @@ class PositionsRequest:
 Request: TypeAlias = FrameRequest | SpeechRequest | PositionsRequest
 
 
-def joins(request: Request) -> TypeGuard[FrameRequest]:
+def joins(request: Request) -> bool:
     """Whether a request can run beside others in one evaluation.
 
-    Not so the frame at position 0, which has no speech, nor one that perception has heard ahead, nor what a tool call
-    asks for: those run alone.
+    Not so a frame that perception has heard ahead, and a run of several positions: those run alone.
     """
-    return isinstance(request, FrameRequest) and request.draws is not None and not isinstance(request.sound, Heard)
+    if isinstance(request, PositionsRequest):
+        return len(request.function_ids) <= 1
+    return not isinstance(request.sound, Heard)
 
 
 def groups(states: Sequence[State]) -> list[list[int]]:
-    """Which of the states, by their index, run together: at most MOST_ROWS; full slabs stay as they are."""
+    """Which of the states, by their index, run together: at most MOST_ROWS.
+
+    A slab of exactly these states stays as it is, whatever their order now, and so does a full one.
+    """
     left, found = {id(state): index for index, state in enumerate(states)}, []
     for slab in {id(state.slab): state.slab for state in states if state.slab is not None}.values():
         members = [id(member) for member in slab.members]
-        if len(members) == MOST_ROWS and all(member in left for member in members):
+        if len(members) in (MOST_ROWS, len(states)) and all(member in left for member in members):
             found.append([left.pop(member) for member in members])
     rest = list(left.values())
     return [*found, *(rest[at : at + MOST_ROWS] for at in range(0, len(rest), MOST_ROWS))]

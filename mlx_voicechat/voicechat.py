@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,25 @@ import numpy as np
 
 from .errors import InputError
 from .events import AudioFrame, Event
-from .frame import MOST_ROWS, NO_FORCE, OWN, ROWS, Calls, Frame, FrameRequest, Slab, State, groups, joins, rows_for
+from .frame import (
+    MOST_ROWS,
+    NO_FORCE,
+    OWN,
+    ROWS,
+    Calls,
+    Frame,
+    FrameRequest,
+    Heard,
+    PositionsRequest,
+    Request,
+    Slab,
+    SpeechRequest,
+    State,
+    groups,
+    joins,
+    kept,
+    rows_for,
+)
 from .gauges import memory
 from .model import BLOCK_FRAMES, Model
 from .networks.cache import filled
@@ -66,12 +84,12 @@ class VoiceChat(Model):
         """`Session.step` of several sessions at once: their frames are one evaluation, in which weights are read once.
 
         Yields each with what it gave, or with what ended it, as soon as that is there: first those whose frames ran
-        together, then what runs alone (a first frame, pieces of a tool call, a limit that is announced). What one
+        together, then what runs alone (a tool's result that the model is told, a limit that is announced). What one
         raises leaves the others as they were; a session that raised is of no more use. InputError if one stands twice.
         """
         if len({id(session) for session in sessions}) < len(sessions):
             raise InputError("A session is there twice.", "Each takes one step.")
-        together: list[tuple[Session, FrameRequest]] = []
+        together: list[tuple[Session, Request]] = []
         alone: list[Session] = []
         for session in sessions:
             try:
@@ -91,16 +109,16 @@ class VoiceChat(Model):
             yield session, _outcome(session.step)
 
     def _step_together(
-        self, members: Sequence[tuple[Session, FrameRequest]]
+        self, members: Sequence[tuple[Session, Request]]
     ) -> Iterator[tuple[Session, list[Event] | Exception]]:
         requests, states = [request for _, request in members], [session.state for session, _ in members]
         try:
-            frames = frames_together(self, requests, states)
+            outcomes = run_together(self, requests, states)
         except Exception as fault:
             yield from ((session, fault) for session, _ in members)
             return
-        for (session, _), frame in zip(members, frames, strict=True):
-            yield session, _outcome(lambda: session.take(frame))  # noqa: B023
+        for (session, _), outcome in zip(members, outcomes, strict=True):
+            yield session, _outcome(lambda: session.take(outcome))  # noqa: B023
 
     def warm(self, voice: str | None = None, sessions: int = 1) -> None:
         """Run every path of a frame once on this thread, so that no conversation waits for a kernel to compile.
@@ -117,7 +135,7 @@ class VoiceChat(Model):
         for rows in ROWS[: ROWS.index(rows_for(min(sessions, MOST_ROWS))) + 1]:
             if rows > 1:
                 company = [self.session(voice=voice) for _ in range(rows)]
-                for _ in range(2):  # the first frame of a session runs alone
+                for _ in range(2):  # the first frame has no speech
                     for session in company:
                         session.add(silence)
                     for _, outcome in self.step(company):
@@ -159,66 +177,128 @@ class VoiceChat(Model):
         )
 
 
-def frames_together(model: Model, requests: Sequence[FrameRequest], states: Sequence[State]) -> list[Frame]:
-    """A frame of each conversation, at most MOST_ROWS, in one evaluation; advances their states.
+def run_together(model: Model, requests: Sequence[Request], states: Sequence[State]) -> list[Frame | int]:
+    """What `Model.run` gives for each of the requests, at most MOST_ROWS and such as `joins`; in one evaluation.
 
-    `requests` must be such as `joins`. Each transcript symbol costs an evaluation, for all
-    that go on emitting together.
-    What it raises leaves none of the states of use.
+    Advances the states. Each transcript symbol costs one more evaluation, for all that go on emitting together. What it
+    raises leaves none of the states of use.
     """
     slab = Slab.of(states)
-    state, requests = slab.state, filled(requests, slab.size)
-    sounds = np.stack([request.sound for request in requests])
-    (heard,) = model.hear(mx.array(sounds), state)
+    rows, state = filled(requests, slab.size), slab.state
+    listens = [not isinstance(request, PositionsRequest) for request in rows]
+    heard = _hear(model, rows, listens, state)
     first = model.rnnt.first(heard.encoded, state.rnnt)
-    fused = model.language.fuse(state.text_id, heard.projected, state.function_id)
-    hidden, state.language = model.language.step(fused, state.language)
-    own, functions = model.language.choose(hidden)
-    state.text_id, state.function_id, spoken = _overridden_rows(model, own, functions, requests)
-    draws = [request.draws for request in requests if request.draws is not None]
-    noise = mx.stack([each.uniform for each in draws]), mx.stack([each.normal for each in draws])
-    codes, state.tts = model.tts.step(spoken, state.tts, *noise)
-    codes = replace_control_codes(codes, model._silence, model.config.codec.codebook_size)
-    samples, state.codec = model._decode(codes[:, None], state.codec)
+    functions, spoken = _think(model, rows, heard, slab)
+    samples, codes = _speak(model, rows, spoken, listens, slab)
 
     outputs = samples, codes, functions, state.text_id, state.function_id, first.ids
     mx.eval(outputs, state.arrays)  # the one wait
-    heights = [np.asarray(each) for each in outputs]
-    symbols, state.rnnt = model.rnnt.finish(first, heights[-1].tolist(), state.rnnt)
-    for each in states:
-        each.steps += 1
-        model._advance(each, 1)
-    start = NO_FORCE if model.call_tokens is None else model.call_tokens.start
-    return [
-        Frame(
-            text_id=int(text),
-            function_id=int(function),
-            symbols=tuple(emitted),
-            samples=row.copy(),  # the rows of the others need not live as long
-            codes=tuple(code.tolist()),
-            refused=request.override.calls == Calls.REFUSE and int(asked) == start,
-        )
-        for row, code, asked, text, function, emitted, request, _ in zip(
-            *heights[:-1], symbols, requests, states, strict=False
-        )
+    read = [np.asarray(each) for each in outputs]
+    blank = model.rnnt.blank
+    chosen = [token if hears else blank for token, hears in zip(read[-1].tolist(), listens, strict=True)]
+    symbols, state.rnnt = model.rnnt.finish(first, chosen, state.rnnt)
+    outcomes = [_outcome_of(model, *row) for row in zip(requests, symbols, *read[:-1], strict=False)]
+    for request, each in zip(requests, states, strict=True):
+        each.steps += not isinstance(request, PositionsRequest) and request.draws is not None
+        if not isinstance(request, SpeechRequest):
+            model._advance(each, 1)
+    return outcomes
+
+
+def _hear(model: Model, rows: Sequence[Request], listens: Sequence[bool], state: State) -> Heard:
+    """Perception of those that hear; the others' rows are what the language model hears between two frames."""
+    silence = np.zeros(model.config.frame_samples_in, np.float32)
+    sounds = np.stack([silence if isinstance(request, PositionsRequest) else request.sound for request in rows])
+    before = state.perception
+    (heard,) = model.hear(mx.array(sounds), state)
+    state.perception = kept(state.perception, before, listens)
+    if all(listens):
+        return heard
+    projected = mx.split(heard.projected, len(rows))
+    between = [
+        request.audio.astype(own.dtype) if isinstance(request, PositionsRequest) else own
+        for request, own in zip(rows, projected, strict=True)
     ]
+    return heard._replace(projected=mx.concatenate(between))
 
 
-def _overridden_rows(
-    model: Model, text: mx.array, function: mx.array, requests: Sequence[FrameRequest]
-) -> tuple[mx.array, mx.array, mx.array]:
-    """The model's own ids (B,) -> those that feed back, and the text id that is spoken."""
-    if all(request.override == OWN for request in requests):
-        return text, function, text
-    texts, functions, spoken = [], [], []
-    parts = zip(mx.split(text, len(requests)), mx.split(function, len(requests)), requests, strict=True)
-    for own_text, own_function, request in parts:
-        override = request.override
-        ids = model._overridden(own_text, own_function, override)
-        texts.append(ids[0])
-        functions.append(ids[1])
-        spoken.append(ids[0] if override.spoken == NO_FORCE else mx.array([override.spoken], text.dtype))
-    return mx.concatenate(texts), mx.concatenate(functions), mx.concatenate(spoken)
+def _think(model: Model, rows: Sequence[Request], heard: Heard, slab: Slab) -> tuple[mx.array, mx.array]:
+    """The language model of those that think -> its own function ids (B,), and the text ids (B,) that are spoken."""
+    state, thinks = slab.state, [not isinstance(request, SpeechRequest) for request in rows]
+    before = state.text_id, state.function_id
+    functions = state.function_id
+    if any(thinks):
+        fused = model.language.fuse(state.text_id, heard.projected, state.function_id)
+        hidden = slab.step_language(thinks, lambda language: model.language.step(fused, language))
+        texts, functions = model.language.choose(hidden)
+        state.text_id, state.function_id = texts, functions
+    if all(isinstance(request, FrameRequest) and request.override == OWN for request in rows):
+        return functions, state.text_id
+    parts = [mx.split(ids, len(rows)) for ids in (state.text_id, state.function_id)]
+    ids = [_fed_back(model, *row) for row in zip(rows, *parts, strict=True)]
+    texts, fed, spoken = (mx.concatenate(list(each)) for each in zip(*ids, strict=True))
+    state.text_id, state.function_id = kept((texts, fed), before, thinks)
+    return functions, spoken
+
+
+def _fed_back(model: Model, request: Request, text: mx.array, function: mx.array) -> tuple[mx.array, ...]:
+    """The model's own ids (1,) of a row -> the text and function id that feed back, and the text id that is spoken."""
+
+    def one(token: int) -> mx.array:
+        return mx.array([token], text.dtype)
+
+    if isinstance(request, SpeechRequest):
+        return text, function, one(request.spoken)
+    if isinstance(request, PositionsRequest):
+        opened = one(model.config.bos_id if request.opens else model.config.pad_id)
+        return opened, one(request.function_ids[0]) if request.function_ids else function, opened
+    fed = model._overridden(text, function, request.override)
+    return *fed, fed[0] if request.override.spoken == NO_FORCE else one(request.override.spoken)
+
+
+def _speak(
+    model: Model, rows: Sequence[Request], spoken: mx.array, listens: Sequence[bool], slab: Slab
+) -> tuple[mx.array, mx.array]:
+    """Speech of those that hear -> samples (B, S) and codes (B, Q); at position 0, without draws, of silence."""
+    state = slab.state
+    draws = [None if isinstance(request, PositionsRequest) else request.draws for request in rows]
+    speaks = [each is not None for each in draws]
+    codes = mx.broadcast_to(model._silence, (len(rows), model._silence.shape[1]))
+    some = next((each for each in draws if each is not None), None)
+    if some is not None:
+        noise = [mx.stack(list(each)) for each in zip(*(each or some for each in draws), strict=True)]
+        made = slab.step_tts(speaks, lambda tts: model.tts.step(spoken, tts, *noise))
+        made = replace_control_codes(made, model._silence, model.config.codec.codebook_size)
+        codes = kept(made, codes.astype(made.dtype), speaks)
+    samples, after = model._decode(codes[:, None], state.codec)
+    state.codec = kept(after, state.codec, listens)
+    return samples, codes
+
+
+def _outcome_of(
+    model: Model,
+    request: Request,
+    symbols: list[int],
+    samples: np.ndarray,
+    codes: np.ndarray,
+    asked: np.ndarray,
+    text: np.ndarray,
+    function: np.ndarray,
+) -> Frame | int:
+    if isinstance(request, PositionsRequest):
+        return int(function)
+    frame = Frame(
+        text_id=model.config.pad_id,
+        function_id=model.config.pad_id,
+        symbols=tuple(symbols),
+        samples=samples.copy(),  # the rows of the others need not live as long
+        codes=tuple(codes.tolist()),
+    )
+    if isinstance(request, SpeechRequest):
+        return frame
+    start = NO_FORCE if model.call_tokens is None else model.call_tokens.start
+    refused = request.override.calls == Calls.REFUSE and int(asked) == start
+    return replace(frame, text_id=int(text), function_id=int(function), refused=refused)
 
 
 def _outcome(work: Callable[[], list[Event]]) -> list[Event] | Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +22,7 @@ import mlx_voicechat
 from mlx_voicechat import AudioFrame, Event, FunctionApplied, LimitReached, Session, Tool
 from mlx_voicechat import voicechat as together
 from mlx_voicechat.errors import InputError, VoiceChatError
-from mlx_voicechat.frame import ROWS, Frame, groups, mapped
+from mlx_voicechat.frame import ROWS, Frame, FrameRequest, PositionsRequest, SpeechRequest, groups, mapped
 from mlx_voicechat.gauges.counting import counting
 from mlx_voicechat.voicechat import VoiceChat
 from tests.support.caller import append, calling, on_the_wire
@@ -43,16 +44,16 @@ def model() -> VoiceChat:
 
 
 @pytest.fixture
-def companies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sessions stepped in each evaluation of several."""
-    found: list[int] = []
-    frames = together.frames_together
+def companies(monkeypatch: pytest.MonkeyPatch) -> list[list[type]]:
+    """What the sessions asked for that stepped in one evaluation, for each of several."""
+    found: list[list[type]] = []
+    run = together.run_together
 
-    def counted(model: Any, requests: Any, states: Any) -> list[Frame]:
-        found.append(len(states))
-        return frames(model, requests, states)
+    def counted(model: Any, requests: Any, states: Any) -> list[Frame | int]:
+        found.append([type(request) for request in requests])
+        return run(model, requests, states)
 
-    monkeypatch.setattr(together, "frames_together", counted)
+    monkeypatch.setattr(together, "run_together", counted)
     return found
 
 
@@ -134,16 +135,16 @@ def closest_choice(model: VoiceChat, plan: Plan, frame: int) -> float:
         plan.hear(session, index)
         with pytest.MonkeyPatch.context() as patch:
             if index == frame:
-                for name, best in (("argmax", mx.argmax), ("argmin", mx.argmin)):
-                    patch.setattr(mx, name, lambda scores, best=best, **how: gap_noted(scores, best, gaps, **how))
+                for name, best, sign in (("argmax", mx.argmax, 1), ("argmin", mx.argmin, -1)):
+
+                    def noted(scores: mx.array, best: Any = best, sign: int = sign, **how: Any) -> mx.array:
+                        two = np.sort(sign * np.array(scores, np.float64), axis=-1)[..., -2:]
+                        gaps.append(float((two[..., 1] - two[..., 0]).min()))
+                        return best(scores, **how)
+
+                    patch.setattr(mx, name, noted)
             session.step()
     return min(gaps)
-
-
-def gap_noted(scores: mx.array, best: Any, gaps: list[float], **how: Any) -> mx.array:
-    two = np.sort(np.array(scores if best is mx.argmax else -scores, np.float64), axis=-1)[..., -2:]
-    gaps.append(float((two[..., 1] - two[..., 0]).min()))
-    return best(scores, **how)
 
 
 def same(model: VoiceChat, plan: Plan, heard: Heard) -> bool:
@@ -177,7 +178,7 @@ def plans(longest: int, most: int) -> st.SearchStrategy[list[Plan]]:
 
 
 @pytest.mark.parametrize("case", ["plain", "prompted"])
-def test_a_recorded_run_in_company(model: VoiceChat, companies: list[int], case: str) -> None:
+def test_a_recorded_run_in_company(model: VoiceChat, companies: list[list[type]], case: str) -> None:
     story = json.loads((GOLDEN / "expected" / "streams.json").read_text(encoding="utf-8"))[case]
     arrays = dict(np.load(GOLDEN / "expected" / f"stream_{case}.npz"))
     audio = np.load(GOLDEN / "expected" / "perception.npz")["audio"]
@@ -230,10 +231,10 @@ def test_two_thousand_frames_of_many_sessions(model: VoiceChat) -> None:
     assert found.count(False) <= len(found) / 50
 
 
-def test_more_sessions_than_a_slab_has_rows(model: VoiceChat, companies: list[int]) -> None:
+def test_more_sessions_than_a_slab_has_rows(model: VoiceChat, companies: list[list[type]]) -> None:
     company = [Plan(joins=0, frames=3, seed=seed) for seed in range(11)]
     results = in_company(model, company)
-    assert sorted(set(companies)) == [3, 8]
+    assert {len(company) for company in companies} == {3, 8}
     assert all(same(model, *pair) for pair in list(zip(company, results, strict=True))[::5])
 
 
@@ -279,10 +280,9 @@ def test_nan_in_a_row_fails_that_session_alone(model: VoiceChat) -> None:
 
 def test_a_frame_that_cannot_be_computed(model: VoiceChat, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not one session's fault ends all that ran together, and not the one that ran alone."""
-    sessions = [model.session(seed=seed) for seed in range(3)]
-    for session in sessions[:2]:
-        session.push(sound(0, 2)[0])
+    sessions = [model.session(seed=seed, profile=seed == 2) for seed in range(3)]
     for session in sessions:
+        session.push(sound(0, 2)[0])
         session.add(sound(0, 2)[1])
     monkeypatch.setattr(together, "replace_control_codes", lambda *arguments: 1 / 0)
     outcomes = [type(outcome) for _, outcome in model.step(sessions)]
@@ -323,11 +323,11 @@ def test_one_that_has_left_holds_nothing_of_the_others(model: VoiceChat) -> None
     assert held <= lone + 2**16  # for a view of less than 16 kB more than itself MLX makes no copy
 
 
-def test_a_tool_call_beside_conversations() -> None:
-    """A session in a function cycle runs its positions alone, and rejoins; the others do not notice."""
+def test_a_tool_call_beside_conversations(companies: list[list[type]]) -> None:
+    """What a function cycle asks for runs in company too, a result's positions alone; the others do not notice."""
     model = mlx_voicechat.load("tiny")
     audio = sf.read(EXAMPLES / "what_time_is_it.wav", dtype="float32")[0]
-    rounds = np.pad(audio, (0, 35 * 1280 - len(audio) % 1280)).reshape(-1, 1280)
+    rounds = np.pad(audio, (0, 60 * 1280 - len(audio) % 1280)).reshape(-1, 1280)
     prompt = '<AVAILABLE_TOOLS>[{"name": "get_time", "parameters": {}}]</AVAILABLE_TOOLS>'
 
     def run(count: int) -> list[list[Event]]:
@@ -335,23 +335,29 @@ def test_a_tool_call_beside_conversations() -> None:
         owned = model.session(turns="application", seed=1)
         sessions = [tool, owned, model.session(seed=2)][:count]
         events: dict[Session, list[Event]] = {session: [] for session in sessions}
+        waited = 0
         for index, samples in enumerate(rounds):
             for session in sessions:
                 session.add(samples)
             if index == 30 and count > 1:
                 owned.end_turn()
-            while ready := [session for session in sessions if session.runnable]:
-                for session, outcome in model.step(ready):
-                    assert isinstance(outcome, list), outcome
-                    events[session] += outcome
-            if tool.calls:
+            for session, outcome in model.step([session for session in sessions if session.runnable]):
+                assert isinstance(outcome, list), outcome
+                events[session] += outcome
+            waited = waited + 1 if tool.calls else 0
+            if waited == 3:
                 tool.give(tool.calls[0].call_id, "ten past four")
+        for session in sessions:
+            while session.runnable:
+                events[session] += session.step()
         return [without_ids(each) for each in events.values()]
 
     lone = run(1)[0]
     company = run(3)
     assert company[0] == lone
     assert any(isinstance(event, dict) and event["kind"] is FunctionApplied for event in lone)
+    kinds = {frozenset(company) for company in companies}
+    assert {frozenset({FrameRequest, each}) for each in (PositionsRequest, SpeechRequest)} <= kinds
     assert len(company[1]) > len(rounds)
     plain = model.session(seed=2)
     assert company[2] == without_ids([event for samples in rounds for event in plain.push(samples)])
@@ -382,6 +388,10 @@ def test_a_limit_is_announced_in_company(model: VoiceChat) -> None:
     assert sum(isinstance(event, AudioFrame) for event in events[other]) == 4
 
 
+def test_how_near_a_choice_was_is_seen(model: VoiceChat) -> None:
+    assert 0 < closest_choice(model, Plan(joins=0, frames=2, seed=0), 1) < 1
+
+
 def test_a_session_takes_one_step(model: VoiceChat) -> None:
     session = model.session()
     with pytest.raises(InputError, match="twice"):
@@ -396,10 +406,14 @@ def test_which_states_run_together(model: VoiceChat) -> None:
     assert groups(states)[0] == list(range(4, 12))
     assert sorted(row for group in groups(states) for row in group) == list(range(20))
     assert groups(states[:8]) == [list(range(8))]  # half of a slab keeps nobody
+    slab = together.Slab.of(states[:3])
+    assert groups([states[2], states[0], states[1]]) == [[1, 2, 0]]  # whatever their order
+    assert together.Slab.of(states[:3]) is slab
+    assert groups([states[2], states[0], states[3]]) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("batch", [True, False])
-def test_four_conversations_on_a_server(model: VoiceChat, companies: list[int], batch: bool) -> None:
+def test_four_conversations_on_a_server(model: VoiceChat, companies: list[list[type]], batch: bool) -> None:
     """Through real sockets, in company: each says what it says alone; without batching in turns."""
     rows = [np.rint(sound(seed, 12) * 32767).astype(np.int16) for seed in range(4)]
     expected = []
@@ -423,7 +437,7 @@ def test_four_conversations_on_a_server(model: VoiceChat, companies: list[int], 
             assert [without_pcm(event) for event in said] == [without_pcm(event) for event in lone]
             heard, alone = ([pcm(event) for event in each if "audio_codes" in event] for each in (said, lone))
             assert np.abs(np.subtract(heard, alone, dtype=np.int32)).max() <= 1 + 32767 * LOUDEST_NOISE
-    assert (max(companies, default=0) > 1) is batch
+    assert bool(companies) is batch
 
 
 def without_pcm(event: dict[str, Any]) -> dict[str, Any]:
@@ -432,3 +446,32 @@ def without_pcm(event: dict[str, Any]) -> dict[str, Any]:
 
 def pcm(event: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(event["delta"]), np.int16)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    mx.default_device().type == mx.cpu and shutil.which("g++") is None, reason="MLX compiles for a CPU with g++"
+)
+def test_a_warm_model_traces_nothing_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled runs as Python only while it is traced: in no frame of as many sessions as it was warmed for."""
+    model = mlx_voicechat.load(GOLDEN / "tiny-f32", compile=True)
+    model.warm(sessions=3)
+    model.session().push(sound(0, 1)[0])  # alone, the frame at position 0
+    traced: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: [traced.append(name), method(*given)][1])
+
+    for owner, name in (
+        (model.perception.encoder, "step"),
+        (model.language, "logits"),
+        (model.tts.mog_head, "distribution"),
+        (model.codec, "dequantise"),
+        (model.rnnt.joint, "combine"),
+    ):
+        note(owner, name)
+    in_company(model, [Plan(joins=seed, frames=5, seed=seed) for seed in range(3)])
+    assert traced == []
+    in_company(model, [Plan(joins=0, frames=2, seed=seed) for seed in range(6)])
+    assert {"step", "logits", "distribution", "dequantise", "combine"} <= set(traced)  # of eight rows

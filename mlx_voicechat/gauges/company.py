@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,24 @@ SHARE = 0.75  # of a frame's length that a round may take: the rest is the serve
 
 
 def frame_times(
-    model: VoiceChat, counts: Iterable[int], frames: int, noise: Iterator[np.ndarray]
+    model: VoiceChat,
+    counts: Iterable[int],
+    frames: int,
+    noise: Iterator[np.ndarray],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, list[float]]:
-    """Milliseconds of `frames` frames of so many sessions together, for each of `counts`; in turns, warm."""
+    """Milliseconds of `frames` frames of so many sessions together, for each of `counts`; in turns, warm.
+
+    `clock` tells seconds: those of the processor, say, where other programs are at work.
+    """
     companies = {count: [model.session(seed=seed) for seed in range(count)] for count in counts}
     times: dict[int, list[float]] = {count: [] for count in companies}
     for sessions in companies.values():
         for _ in range(COLD_FRAMES):
-            _stepped(model, sessions, next(noise))
+            _stepped(model, sessions, next(noise), clock)
     while any(len(found) < frames for found in times.values()):
         for count, sessions in companies.items():
-            times[count] += [_stepped(model, sessions, next(noise)) for _ in range(min(BLOCK, frames))]
+            times[count] += [_stepped(model, sessions, next(noise), clock) for _ in range(min(BLOCK, frames))]
     return {count: found[:frames] for count, found in times.items()}
 
 
@@ -55,11 +62,11 @@ def real_time_sessions(row_ms: dict[int, float], most: int, budget_ms: float) ->
     return max(fitting, default=0)
 
 
-def _stepped(model: VoiceChat, sessions: Sequence[Session], samples: np.ndarray) -> float:
+def _stepped(model: VoiceChat, sessions: Sequence[Session], samples: np.ndarray, clock: Callable[[], float]) -> float:
     for session in sessions:
         session.add(samples)
-    started = time.perf_counter()
+    started = clock()
     for _, outcome in model.step(sessions):
         if isinstance(outcome, Exception):
             raise outcome
-    return (time.perf_counter() - started) * 1000
+    return (clock() - started) * 1000

@@ -131,34 +131,40 @@ class CacheRows(KvCache):
     """One layer's caches of B conversations that step together, a position at a time: one each, in the order of rows.
 
     Queries, keys and values have G rows for each: (G B, heads, 1, head_dim), the first of all B before the second. A
-    cache that holds one row stands for both. Rows past the last cache fill a slab up, and get what the first gets.
+    cache that holds one row stands for both. Where there is none, and past the last, a row takes no part: it gets what
+    the first that does gets.
     """
 
-    def __init__(self, caches: Sequence[KvCache], batch: int) -> None:
+    def __init__(self, caches: Sequence[KvCache | None], batch: int) -> None:
         super().__init__()
         self._caches, self._batch = tuple(caches), batch
 
-    def copy(self) -> CacheRows:
-        return CacheRows([cache.copy() for cache in self._caches], self._batch)
+    def only(self, rows: Sequence[bool]) -> CacheRows:
+        """The same caches, those that stand still left out."""
+        return CacheRows([cache if row else None for cache, row in zip(self._caches, rows, strict=False)], self._batch)
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [array for cache in self._caches for array in cache.arrays]
+        return [array for cache in self._caches if cache is not None for array in cache.arrays]
 
     @property
     def positions(self) -> mx.array:
         """The position (B, 1) of each conversation's next step."""
-        return mx.array([[cache.offset] for cache in filled(self._caches, self._batch)])
+        offsets = [0 if cache is None else cache.offset for cache in self._caches]
+        return mx.array([[offset] for offset in filled(offsets, self._batch)])
 
     def attend(self, attend: Attend, projected: Sequence[mx.array]) -> mx.array:
         batch, groups = self._batch, projected[0].shape[0] // self._batch
         parts = [mx.split(a.reshape(groups, batch, *a.shape[1:]), batch, axis=1) for a in projected]
-        attended = []
-        for cache, *rows in zip(self._caches, *parts, strict=False):
-            held = groups if cache.keys is None else cache.keys.shape[0]
-            out = attend([row[:held].squeeze(1) for row in rows], cache)
-            attended.append(mx.broadcast_to(out, (groups, *out.shape[1:])))
-        return mx.stack(filled(attended, batch), axis=1).reshape(groups * batch, *attended[0].shape[1:])
+        attended: dict[int, mx.array] = {}
+        for index, (cache, *rows) in enumerate(zip(self._caches, *parts, strict=False)):
+            if cache is not None:
+                held = groups if cache.keys is None else cache.keys.shape[0]
+                out = attend([row[:held].squeeze(1) for row in rows], cache)
+                attended[index] = mx.broadcast_to(out, (groups, *out.shape[1:]))
+        first = next(iter(attended.values()))
+        joint = mx.stack([attended.get(index, first) for index in range(batch)], axis=1)
+        return joint.reshape(groups * batch, *first.shape[1:])
 
 
 def filled(rows: Sequence[_Row], count: int) -> list[_Row]:
