@@ -12,7 +12,7 @@ from typer import Option
 from mlx_voicechat.options import LoadOptions
 
 from .offline import INTERRUPTED, Interrupt
-from .options import COMPILED, DEFAULT_MODEL, KeyValueCache, ModelArgument, SpeechWeights, option_of
+from .options import COMPILED, DEFAULT_MODEL, KeyValueCache, ModelArgument, ShardLlm, SpeechWeights, option_of
 from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import Output, note, progress_bar
@@ -45,6 +45,7 @@ def bench(
     ] = None,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    shard_llm: ShardLlm = LoadOptions.shard_llm,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not tables.")] = False,
 ) -> None:
     """Measure a model on this machine: frame times, launches, memory, and what memory traffic alone would take.
@@ -62,7 +63,7 @@ def bench(
         report, every_frame = measure(
             model,
             frames,
-            LoadOptions(compiled, speech_weights, kv_cache),
+            LoadOptions(compiled, speech_weights, kv_cache, shard_llm),
             bandwidth_gbps=bandwidth,
             parts=wants_parts(),
             say=note,
