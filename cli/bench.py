@@ -11,6 +11,7 @@ from typer import Option
 
 from mlx_voicechat.options import LoadOptions
 
+from .machines import helps, load_on_several, several
 from .offline import INTERRUPTED, Interrupt
 from .options import COMPILED, DEFAULT_MODEL, KeyValueCache, ModelArgument, ShardLlm, SpeechWeights, option_of
 from .outputs import Targets, TextFile
@@ -53,22 +54,27 @@ def bench(
     It hears a quiet room. Stage times come from frames that wait for the device after each stage, the total and the
     real-time factor from those between them.
     """
+    held = LoadOptions(compiled, speech_weights, kv_cache, shard_llm)
+    if helps(model, held):
+        return
     targets = Targets(profile_frames=frames_file())
     targets.check("-")
 
     from mlx_voicechat.gauges.bench import bench as measure
+    from mlx_voicechat.voicechat import load_opened
 
     output = Output()
     with Interrupt() as interrupt, progress_bar(total=frames, unit=" frames") as bar:
         report, every_frame = measure(
             model,
             frames,
-            LoadOptions(compiled, speech_weights, kv_cache, shard_llm),
+            held,
             bandwidth_gbps=bandwidth,
             parts=wants_parts(),
             say=note,
             progress=lambda done: bar.update(done - bar.n),
             stop=lambda: interrupt.pressed,
+            load=load_on_several if several() else load_opened,
         )
     if targets.profile_frames:
         with TextFile(targets.profile_frames) as file:

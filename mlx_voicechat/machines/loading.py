@@ -25,25 +25,25 @@ from .thinker import Line, Thinker
 Say = Callable[[str], None]
 
 
-def load_first(model: str | Path, options: LoadOptions, say: Say, ranks: Ranks) -> VoiceChat:
-    """Rank 0's model; at the program's end the other ranks end too. Raises what `load` does, and InputError."""
-    opened = _opened(model, options, say, ranks)
+def load_first(name: str, opened: Checkpoint, options: LoadOptions, say: Say, ranks: Ranks) -> VoiceChat:
+    """Rank 0's `load_opened`; at the program's end the other ranks end too. Raises what that does, and InputError."""
+    opened = _part_of(opened, options, ranks)
     if options.shard_llm:
-        leader = load_opened(str(model), opened, options, say, partial(Leader, ranks))
+        leader = load_opened(name, opened, options, say, partial(Leader, ranks))
         assert isinstance(leader, Leader)
         atexit.register(_end, ranks, leader.orders.end)
         loaded: VoiceChat = leader
     else:
         line = Line(ranks.wire(1))
         atexit.register(_end, ranks, line.end)
-        loaded = load_opened(str(model), opened, options, say, partial(Thinker, line))
+        loaded = load_opened(name, opened, options, say, partial(Thinker, line))
     say(_held(loaded, ranks))
     return loaded
 
 
 def serve_first(model: str | Path, options: LoadOptions, say: Say, ranks: Ranks) -> None:
     """Any other rank's whole work. Raises what `load` does, MachineLostError when rank 0 is gone."""
-    opened = _opened(model, options, say, ranks)
+    opened = _part_of(checkpoint.open_model(model, say), options, ranks)
     make: Any = partial(Follower, ranks) if options.shard_llm else Speaker
     loaded = load_opened(str(model), opened, options, say, make)
     say(_held(loaded, ranks))
@@ -54,16 +54,15 @@ def serve_first(model: str | Path, options: LoadOptions, say: Say, ranks: Ranks)
     ranks.watch.end()
 
 
-def _opened(model: str | Path, options: LoadOptions, say: Say, ranks: Ranks) -> Checkpoint:
+def _part_of(opened: Checkpoint, options: LoadOptions, ranks: Ranks) -> Checkpoint:
     if not options.shard_llm and ranks.count != 2:
         raise InputError(
             f"{ranks.count} machines are not two halves of a model: one listens and thinks, one speaks.",
             "More can share the language model: --shard-llm.",
         )
-    opened = checkpoint.open_model(model, say)
-    return (
-        SharedCheckpoint.of(opened, share_of(opened.config, ranks.rank, ranks.count)) if options.shard_llm else opened
-    )
+    if not options.shard_llm:
+        return opened
+    return SharedCheckpoint.of(opened, share_of(opened.config, ranks.rank, ranks.count))
 
 
 def _held(loaded: VoiceChat, ranks: Ranks) -> str:
