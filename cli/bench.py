@@ -10,8 +10,18 @@ from typer import Option
 
 from mlx_voicechat.options import LoadOptions
 
+from .machines import helps, load_on_several, several
 from .offline import INTERRUPTED, Interrupt
-from .options import COMPILED, DEFAULT_MODEL, Bandwidth, KeyValueCache, ModelArgument, SpeechWeights, option_of
+from .options import (
+    COMPILED,
+    DEFAULT_MODEL,
+    Bandwidth,
+    KeyValueCache,
+    ModelArgument,
+    ShardLlm,
+    SpeechWeights,
+    option_of,
+)
 from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import Output, note, progress_bar
@@ -41,6 +51,7 @@ def bench(
         float,
         Option(metavar="M", min=0, max=LONGEST_MINUTES, help="Then frames without a pause for so long: their curve."),
     ] = 0.0,
+    shard_llm: ShardLlm = LoadOptions.shard_llm,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not tables.")] = False,
 ) -> None:
     """Measure a model on this machine: frame times, launches, memory, and what memory traffic alone would take.
@@ -48,17 +59,21 @@ def bench(
     It hears a quiet room. Stage times come from frames that wait for the device after each stage, the total and the
     real-time factor from those between them.
     """
+    held = LoadOptions(compiled, speech_weights, kv_cache, shard_llm)
+    if helps(model, held):
+        return
     targets = Targets(profile_frames=frames_file())
     targets.check("-")
 
     from mlx_voicechat.gauges.bench import bench as measure
+    from mlx_voicechat.voicechat import load_opened
 
     output = Output()
     with Interrupt() as interrupt, progress_bar(total=frames, unit=" frames") as bar:
         report, every_frame = measure(
             model,
             frames,
-            LoadOptions(compiled, speech_weights, kv_cache),
+            held,
             bandwidth_gbps=bandwidth,
             parts=wants_parts(),
             sessions=sessions,
@@ -66,6 +81,7 @@ def bench(
             progress=lambda done: bar.update(done - bar.n),
             stop=lambda: interrupt.pressed,
             minutes=minutes,
+            load=load_on_several if several() else load_opened,
         )
     if targets.profile_frames:
         with TextFile(targets.profile_frames) as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +21,9 @@ LEVEL_WIDTH, NAME_WIDTH = 9, 14
 
 def doctor(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not text.")] = False,
+    hostfile: Annotated[
+        Path | None, Option(metavar="FILE", help="Look at the hosts of a hostfile of mlx.launch too, over ssh.")
+    ] = None,
 ) -> None:
     """Look at this machine: Python, MLX, memory, disk, the checkpoints at hand, the microphone library.
 
@@ -29,6 +33,10 @@ def doctor(
 
     facts = probe()
     checks = diagnose(facts)
+    if hostfile is not None:
+        from .hosts import look
+
+        checks += look(hostfile)
     Output().write(json.dumps(report(facts, checks), ensure_ascii=False) + "\n" if as_json else text(checks))
     if any(check.level == STOP for check in checks):
         raise typer.Exit(1)

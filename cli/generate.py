@@ -35,6 +35,7 @@ from .options import (
     OnHold,
     OutputAudio,
     Seed,
+    ShardLlm,
     SpeechWeights,
     SystemPrompt,
     ToolCommand,
@@ -85,6 +86,7 @@ def generate(
     ] = LoadOptions.compile,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    shard_llm: ShardLlm = LoadOptions.shard_llm,
     tools: ToolsFile = None,
     tool_command: ToolCommand = None,
     mcp: Mcp = None,
@@ -112,7 +114,7 @@ def generate(
         note("-n is ignored: the output is as long as the recording and the silence after it.")
     targets = Targets(output_audio, both_sides, events, profile_json, frames_file() if profile else None)
     targets.check(audio)
-    if helps(model, LoadOptions(compiled, speech_weights, kv_cache)):
+    if helps(model, LoadOptions(compiled, speech_weights, kv_cache, shard_llm)):
         return
 
     from .tool_sources import ToolOptions
@@ -129,7 +131,7 @@ def generate(
 
     def load(total_seconds: float) -> VoiceChat:
         worth_it = True if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS else compiled
-        return open_model(model, LoadOptions(worth_it, speech_weights, kv_cache))
+        return open_model(model, LoadOptions(worth_it, speech_weights, kv_cache, shard_llm))
 
     _answer(_Asked(audio, max_seconds, extra_decoding_seconds, stream, as_json, targets, load, options, wanted))
 

@@ -22,9 +22,14 @@ def open_model(
     """
     import mlx_voicechat
 
-    from .machines import open_on_several
+    from .machines import load_on_several, several
 
-    loaded = open_on_several(model, options, lost) or mlx_voicechat.load(model, say=note, **vars(options))
+    if several():
+        from mlx_voicechat.weights import checkpoint
+
+        loaded = load_on_several(model, checkpoint.open_model(model, note), options, note, lost)
+    else:
+        loaded = mlx_voicechat.load(model, say=note, **vars(options))
     if loaded.config.demonstration:
         note(f"{loaded.name} is a demonstration, {loaded.config.demonstration}. The real model is {DEFAULT_MODEL}.")
     return loaded

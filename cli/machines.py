@@ -13,6 +13,7 @@ from .render import note
 if TYPE_CHECKING:
     from mlx_voicechat.options import LoadOptions
     from mlx_voicechat.voicechat import VoiceChat
+    from mlx_voicechat.weights.checkpoint import Checkpoint
 
 
 def helps(model: str, options: LoadOptions) -> bool:
@@ -31,17 +32,26 @@ def helps(model: str, options: LoadOptions) -> bool:
     return True
 
 
-def open_on_several(model: str, options: LoadOptions, lost: Callable[[BaseException], None]) -> VoiceChat | None:
-    """Rank 0's model, None where there is one machine. `lost` is called, on any thread, when another rank is gone."""
+def several() -> bool:
+    """Whether this process is one of several ranks."""
+    from mlx_voicechat.machines.ring import own_rank
+
+    return own_rank() is not None
+
+
+def load_on_several(
+    name: str,
+    opened: Checkpoint,
+    options: LoadOptions,
+    say: Callable[[str], None] = note,
+    lost: Callable[[BaseException], None] = lambda fault: None,
+) -> VoiceChat:
+    """Rank 0's `load_opened`. `lost` is called, on any thread, when another rank is gone."""
+    from mlx_voicechat.machines.loading import load_first
     from mlx_voicechat.machines.ring import Ranks, own_rank
 
-    rank = own_rank()
-    if rank is None:
-        return None
-    if rank:
+    if own_rank():
         raise InputError("This command runs on one machine.", "On several: generate, serve and bench.")
-    from mlx_voicechat.machines.loading import load_first
-
     ranks = Ranks()
     ranks.watch.lost = lambda why: lost(MachineLostError(why))
-    return load_first(model, options, note, ranks)
+    return load_first(name, opened, options, say, ranks)

@@ -81,6 +81,7 @@ ModelArgument = Annotated[str, Argument(metavar="[MODEL]", envvar=MODEL_VARIABLE
 SpeechWeights = Annotated[str | None, option_of(LoadOptions, "speech_weights")]
 COMPILED = ("--compile/--no-compile",)
 Compiled = Annotated[bool | None, option_of(LoadOptions, "compile", *COMPILED)]
+ShardLlm = Annotated[bool, option_of(LoadOptions, "shard_llm", "--shard-llm")]
 KeyValueCache = Annotated[str, option_of(LoadOptions, "kv_cache")]
 Voice = Annotated[str | None, option_of(SessionOptions, "voice")]
 SystemPrompt = Annotated[str | None, option_of(SessionOptions, "system_prompt", "-p", "--prompt", "--system-prompt")]

@@ -34,6 +34,7 @@ from .options import (
     McpTools,
     Model,
     OnHold,
+    ShardLlm,
     SpeechWeights,
     ToolCommand,
     ToolsFile,
@@ -82,6 +83,7 @@ def serve(
     function_timeout: Annotated[float, setting("function_timeout")] = ServerSettings.function_timeout,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    shard_llm: ShardLlm = LoadOptions.shard_llm,
     compiled: Compiled = LoadOptions.compile,
     tools: ToolsFile = None,
     tool_command: ToolCommand = None,
@@ -100,7 +102,7 @@ def serve(
         raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
     _check_tls(ssl_certfile, ssl_keyfile)
     _check_key(api_key)
-    held = LoadOptions(compiled, speech_weights, kv_cache)
+    held = LoadOptions(compiled, speech_weights, kv_cache, shard_llm)
     if helps(model, held):
         return
 

@@ -70,7 +70,7 @@ class Model:
         self.requantised = requantise
         self.voices = layout.voices(parameters)
         networks = Networks(config)
-        checkpoint.build(networks, parameters, config, requantise, self.held)
+        checkpoint.build(networks, parameters, config, requantise, self.holds)
         self._voices = {voice: checkpoint.voice(parameters, voice, config) for voice in self.voices}
         self.language, self.speech = networks.stt_model, networks.tts_model
         self.perception, self.tts, self.codec = self.language.perception, self.speech.tts_model, self.speech.audio_codec
@@ -81,6 +81,11 @@ class Model:
         self._between: dict[str, mx.array] = {}
         self.call_tokens = call_tokens(tokenizer)
         self._prepare(folder, say)
+
+    @classmethod
+    def holds(cls, name: str) -> bool:
+        """Whether it has the weights of this path, or stored tensor."""
+        return layout.network(name) in cls.held
 
     def _prepare(self, folder: Path, say: Callable[[str], None]) -> None:
         self._prepare_listening()

@@ -41,6 +41,8 @@ class LoadOptions:
     )
     kv_cache: str = option("f32", "How the speech generator's keys and values are held.", ("f32", "bf16"))
 
+    shard_llm: bool = option(False, "Under mlx.launch, share the LLM's blocks among all machines.")
+
     def __post_init__(self) -> None:
         _check_choices(self)
 

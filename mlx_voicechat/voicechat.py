@@ -319,6 +319,8 @@ def load(
     download, too little memory. Raises CheckpointError, HubError and InputError.
     """
     chosen = LoadOptions(**options)
+    if chosen.shard_llm:
+        raise InputError("One machine cannot share the LLM.", "Start the command on several, by mlx.launch.")
     return load_opened(str(model), checkpoint.open_model(model, say), chosen, say)
 
 

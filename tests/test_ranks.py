@@ -15,11 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile as sf
+from mlx.utils import tree_flatten
 
+import mlx_voicechat
 from mlx_voicechat.machines import watch
+from mlx_voicechat.machines.loading import held_bytes
 from tests.support.caller import append, opened
 from tests.support.checkpoints import GOLDEN
 from tests.support.ranks import PROGRAM, WAIT_SECONDS, launched, ranks
+from tests.test_slices import write_four
 
 FOLDER = GOLDEN / "tiny-f32"
 HELLO = Path(__file__).parents[1] / "examples" / "hello.wav"
@@ -33,19 +38,65 @@ def until(what: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
-def generate(*more: str) -> list[str]:
-    return ["generate", "-m", str(FOLDER), "--audio", str(HELLO), "--extra-decoding-seconds", "0", "--json", *more]
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen frames of somebody who speaks."""
+    samples, rate = sf.read(HELLO, dtype="float32")
+    path = tmp_path_factory.mktemp("recording") / "hello.wav"
+    sf.write(path, samples[: 16 * 1280], rate)
+    return path
 
 
-def test_two_ranks_of_mlx_launch_answer_as_one_process(tmp_path: Path) -> None:
+def generate(recording: Path, *more: str) -> list[str]:
+    return ["generate", "-m", str(FOLDER), "--audio", str(recording), "--extra-decoding-seconds", "0", "--json", *more]
+
+
+def test_two_ranks_of_mlx_launch_answer_as_one_process(recording: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one.wav", tmp_path / "two.wav"
-    command = [sys.executable, "-c", PROGRAM, *generate("--output-audio", str(one))]
+    command = [sys.executable, "-c", PROGRAM, *generate(recording, "--output-audio", str(one))]
     alone = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
-    done = launched(2, generate("--output-audio", str(two)))
+    done = launched(2, generate(recording, "--output-audio", str(two)))
     assert alone.returncode == done.returncode == 0, done.stderr
     assert "WARN" not in done.stderr, done.stderr  # which is what it says of a rank's exit code
     assert json.loads(done.stdout) == json.loads(alone.stdout)
     assert two.read_bytes() == one.read_bytes()
+
+
+def answered(recording: Path, folder: Path, count: int, *more: str) -> list[str]:
+    """What ranks that share the language model print: on stdout rank 0, on stderr each."""
+    with ranks(count, generate(recording, "--shard-llm", *more), folder) as processes:
+        assert [process.wait(4 * WAIT_SECONDS) for process in processes] == [0] * count
+    return [(folder / name).read_text() for name in ("rank-0.out", *(f"rank-{n}.err" for n in range(count)))]
+
+
+def check_shared(recording: Path, folder: Path, count: int, model: Path) -> None:
+    """Ids and codes as of one process, samples within 1e-4; each rank holds its part of the blocks, rank 0 the rest."""
+    alone, events, sound = mlx_voicechat.load(model), folder / "events.jsonl", folder / "sound.wav"
+    samples, rate = sf.read(recording, dtype="float32")
+    more = ("-m", str(model), "--events", str(events), "--output-audio", str(sound))
+    printed, *said = answered(recording, folder, count, *more)
+    whole = alone.answer(samples, rate)
+    assert json.loads(printed)["text"] == whole.text
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    for kind, ids in ("text_delta", whole.text_ids), ("function_delta", whole.function_ids):
+        told = {line["frame_index"]: line["token_id"] for line in lines if line["event"] == kind}
+        assert told
+        assert told == {frame: ids[frame] for frame in told}
+    assert [line["codes"] for line in lines if line["event"] == "audio_frame"] == whole.codes.tolist()
+    np.testing.assert_allclose(sf.read(sound, dtype="float32")[0], whole.samples, rtol=0, atol=1e-4)
+    held = [int(re.findall(r"holds ([\d,]+) bytes", one)[0].replace(",", "")) for one in said]
+    blocks = sum(array.nbytes for _, array in tree_flatten(alone.language.llm.parameters()))
+    assert max(held[1:]) < 1.2 * blocks / count
+    assert held[0] < held_bytes(alone) - (count - 1) * blocks / count / 1.2
+
+
+def test_two_ranks_share_the_language_model(recording: Path, tmp_path: Path) -> None:
+    check_shared(recording, tmp_path, 2, FOLDER)
+
+
+@pytest.mark.slow
+def test_four_ranks_share_the_language_model(recording: Path, tmp_path: Path) -> None:
+    check_shared(recording, tmp_path, 4, write_four(tmp_path / "four"))
 
 
 def served(folder: Path) -> str:
@@ -86,10 +137,10 @@ def test_a_run_that_ends_by_a_signal_ends_the_other_rank_in_order(tmp_path: Path
         assert second.wait(SOON) == 0
 
 
-def test_what_does_not_run_on_several_machines_says_so(tmp_path: Path) -> None:
-    with ranks(3, generate(), tmp_path) as processes:
+def test_what_does_not_run_on_several_machines_says_so(recording: Path, tmp_path: Path) -> None:
+    with ranks(3, generate(recording), tmp_path) as processes:
         assert [process.wait(WAIT_SECONDS) for process in processes] == [2, 2, 2]
-    assert "3 machines" in (tmp_path / "rank-0.err").read_text()
+    assert "3 machines are not two halves" in (tmp_path / "rank-0.err").read_text()
 
 
 # The watch

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,6 +41,9 @@ GROWTH_FRAMES = 1000  # at either end of a session
 PART_FRAMES = 60  # at most, of a session whose parts are timed, and of several together
 FAINT = 1e-3  # amplitude of the noise that is heard: a quiet room
 NOISE_FRAMES = 125  # then it repeats
+
+
+Load: TypeAlias = Callable[[str, checkpoint.Checkpoint, LoadOptions, Callable[[str], None]], VoiceChat]
 
 
 class Loading(NamedTuple):
@@ -78,14 +81,16 @@ def bench(
     progress: Callable[[int], None] = lambda done: None,
     stop: Callable[[], bool] = lambda: False,
     minutes: float = 0.0,
+    load: Load = load_opened,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load a model and measure `frames` frames of it -> the report, and the timing of every frame (`every_frame`).
 
     `parts` times the parts of the stages too, in a session of their own; `sessions` more than one, so many together
     (`company`). `progress` gets the number of frames done; `stop` ends the measured session early. `minutes`: then
-    frames without a pause for so long (`sustained`). Raises what `load` raises.
+    frames without a pause for so long (`sustained`). `load` makes the model of an opened checkpoint: on several
+    machines, a part of it. Raises what `load` raises.
     """
-    opened, loaded, loading = _load(model, options, say)
+    opened, loaded, loading = _load(model, options, say, load)
     config, stored, plan = opened.config, opened.stored, loaded.requantised
     compiled = bool(options.compile) and loaded.compile()
     if options.compile and not compiled:
@@ -200,9 +205,10 @@ def networks_resident(model: VoiceChat, loaded_bytes: int) -> dict[str, int]:
         "language": _bytes(language) - _bytes(model.perception),
         "tts": _bytes(model.tts),
         "codec": _bytes(model.codec),
-        "text_table": model.tts._text_rows.nbytes,
     }
     sizes["language"] -= sizes["rnnt"]  # both nest in it
+    sizes = {name: size if name in model.held else 0 for name, size in sizes.items()}
+    sizes["text_table"] = model.tts._text_rows.nbytes if "tts" in model.held else 0
     return sizes | {"other": loaded_bytes - sum(sizes.values())}
 
 
@@ -239,14 +245,14 @@ def peak_resident() -> int:
 
 
 def _load(
-    model: str | Path, options: LoadOptions, say: Callable[[str], None]
+    model: str | Path, options: LoadOptions, say: Callable[[str], None], load: Load
 ) -> tuple[checkpoint.Checkpoint, VoiceChat, Loading]:
     gc.collect()  # an earlier model of this process must not be freed while this one is measured
     active, process = mx.get_active_memory(), resident()
     mx.reset_peak_memory()
     started = time.perf_counter()
     opened = checkpoint.open_model(model, say)
-    loaded = load_opened(str(model), opened, replace(options, compile=False), say)
+    loaded = load(str(model), opened, replace(options, compile=False), say)
     seconds = time.perf_counter() - started
     return opened, loaded, Loading(seconds, active, mx.get_active_memory(), mx.get_peak_memory(), process, resident())
 

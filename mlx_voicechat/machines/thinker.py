@@ -199,6 +199,7 @@ class Thinker(VoiceChat):
         self._ask(voice, said is not None, values, state)
         before = self.late_sound(state) if behind else (np.zeros(self.config.frame_samples_out, np.float32), ())
         stage("tts")
+        stage("codec")
         symbols, state.rnnt = self.rnnt.finish(first, [int(values[-1])], state.rnnt)
         stage("rnnt")
         start = None if self.call_tokens is None else self.call_tokens.start

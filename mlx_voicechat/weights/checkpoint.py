@@ -254,19 +254,19 @@ def build(
     parameters: Parameters,
     config: ModelConfig,
     requantise: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
-    held: Collection[str] = layout.NETWORKS,
+    holds: Callable[[str], bool] = lambda name: True,
 ) -> None:
     """Quantise `module` as the config says, check, load and evaluate its weights; peak memory stays near their size.
 
     `requantise` (`precision.plan`): weights to quantise as well, by stored name; replaces them in `parameters`.
-    Of networks that are not `held` no weight is read.
+    What `holds` denies, by the name of its path or tensor, is not read.
     """
     quantise_modules(module, config, str(parameters.folder / "config.json"))
     check(_shapes(module), parameters)
     _check_types(module, parameters)
-    _requantise(module, parameters, {name: how for name, how in requantise.items() if layout.network(name) in held})
-    expected = sorted(path for path in _shapes(module) if layout.network(path) in held)
-    module.load_weights([(path, parameters[path]) for path in expected], strict=len(held) == len(layout.NETWORKS))
+    _requantise(module, parameters, {name: how for name, how in requantise.items() if holds(name)})
+    expected = sorted(path for path in _shapes(module) if holds(path))
+    module.load_weights([(path, parameters[path]) for path in expected], strict=all(map(holds, _shapes(module))))
     for step in _steps([parameters[path] for path in expected]):
         mx.eval(step)
         mx.clear_cache()

@@ -50,6 +50,7 @@ SPEECH_MATRIX = re.compile(
 FLOAT32 = re.compile(r"^(stt_model\.(perception|rnnt_decoder|rnnt_joint)|tts_model)\.|\.mixer\.(A_log|D|dt_bias)$")
 # What the LLM's residual stream meets: one of these wider than bfloat16, and every product after it is float32.
 STREAM = re.compile(r"^stt_model\.llm\.(norm_f|layers\.\d+\.(norm|mixer\.\w+_proj))\.")
+STACK = re.compile(r"^stt_model\.llm\.")  # its blocks and the last norm
 STREAM_AND_HEADS = re.compile(r"^stt_model\.(llm|lm_head|function_head)\.")  # widened with it; embedded rows are few
 INTEGERS = ("_control_codes", ".codec_silence_tokens", ".pad_tensor", ".special_flags", ".is_continuation")
 # Tensors that no network reads at run time: codec variances, featurizer buffers, the speaker projection.
