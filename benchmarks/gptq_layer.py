@@ -4,7 +4,7 @@
 
 Random weights, and random inputs that depend on each other. Each kind is a process of its own with one thread, and its
 times are the processor's. So many rows are rounded and the time is scaled, since rows are independent; `convert` has
-4,096 at once. Memory is the most that the process ever held, less what it held before, and what `convert` would announce
+4,096 at once. Memory is the most that the process ever held, less what it held before, beside what would be announced
 for so many rows. The last line adds up all layers of the model, and gathering 100,000 positions.
 """
 

@@ -36,7 +36,7 @@ CALIBRATION_VOICES = [
 ]
 TESTED_VOICES = [("en-us+m5", 165, 50), ("en-gb+f4", 150, 52)]
 SILENCE_SECONDS = 4.0
-LLM = ("rounded 4", "rounded 3", "rounded 2", "GPTQ 4", "GPTQ 3", "GPTQ 2.5 by error", "GPTQ 2")
+LLM = ("body bf16", "rounded 4", "rounded 3", "rounded 2", "GPTQ 4", "GPTQ 3", "GPTQ 2.5 by error", "GPTQ 2")
 
 
 class Question(NamedTuple):
@@ -110,7 +110,8 @@ def convert(checkpoint: str, name: str, gathered: calibration.Calibration, folde
         if "." in count:
             plan = bits.choose(source, base, gathered, bits.Target(bits=float(count)))
         else:
-            rule = plans.Rule(body.text, body.pattern, (plans.Quantised(int(count), 64),))
+            setting = "bf16" if count == "bf16" else plans.Quantised(int(count), 64)
+            rule = plans.Rule(body.text, body.pattern, (setting,))
             plan = plans.Plan(name, (rule, *others))
         started = time.perf_counter()
         conversion.run(conversion.prepare(source, plan, own), folder)
