@@ -26,7 +26,7 @@ from .source import Source, Tensor
 
 FOLDER = ".{}.mlx-voicechat-layers"  # beside the target
 ROWS = 4096  # of a weight in memory at once
-COPIES = 7  # of those rows: read, in MLX, what is left of them, what each lost, and two dequantised
+COPIES = 9  # of those rows: read, in MLX, what is left of them, what each lost, two dequantised, and MLX's buffers
 TRIAL, TRIALS = 1024, 3  # width and number of the products that tell how fast this machine multiplies
 
 Progress = Callable[[int, int], Any]  # operations done, of how many
