@@ -1,6 +1,6 @@
 """A talking checkpoint's language model in few bits, by rounding and with a calibration: what it still answers.
 
-    python benchmarks/quantised.py CHECKPOINT [--work FOLDER] [--voices 3] [--losses]
+    python benchmarks/quantised.py CHECKPOINT [--work FOLDER] [--voices 3] [--losses] [--only "GPTQ 3"]
 
 CHECKPOINT knows the questions of examples/questions.json and has widths that divide into groups of 64. Needs espeak-ng.
 Calibrated on each question in other voices than the tested ones; tested on examples/ and on each question in one more
@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--voices", type=int, default=3, help="of the calibration, at most 4")
+    parser.add_argument("--only", nargs="+", choices=LLM, metavar="NAME")
     parser.add_argument("--losses", action="store_true", help="stop after what each layer loses")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
@@ -72,7 +73,7 @@ def main() -> None:
             return
         expected = answers(arguments.checkpoint, tested)
         report("as it is", arguments.checkpoint, tested, expected, expected)
-        for name in LLM:
+        for name in arguments.only or LLM:
             folder = work / name.replace(" ", "-")
             if not folder.is_dir():
                 convert(arguments.checkpoint, name, gathered, folder)
