@@ -4,7 +4,7 @@
 
 Random weights, and random inputs that depend on each other. Each kind is a process of its own with one thread, and its
 times are the processor's. So many rows are rounded and the time is scaled, since rows are independent; `convert` has
-4,096 at once. Memory is the most that the process ever held, less what it held before, and what `convert` would announce
+4,096 at once. Memory is the most that the process ever held, less what it held before, beside what would be announced
 for so many rows. The last line adds up all layers of the model, and gathering 100,000 positions.
 """
 
@@ -72,11 +72,11 @@ def measure(outputs: int, inputs: int, rows: int, bits: int, positions: int) -> 
         square = np.triu(matrix[start:end, start:end])
         matrix[start:end, start:end] = square + np.triu(square, 1).T
     started = time.process_time()
-    factor = gptq.inverse_factor(matrix)
+    inverse = gptq.by_energy(matrix, GROUP_SIZE)
     found["factor"] = time.process_time() - started
     weight = rng.standard_normal((min(outputs, rows), inputs), np.float32) / math.sqrt(inputs)
     started = time.process_time()
-    _, lost = gptq.quantise(weight, matrix, bits, GROUP_SIZE, factor=factor)
+    _, lost = gptq.quantise(weight, matrix, bits, GROUP_SIZE, inverse=inverse)
     found["round"] = (time.process_time() - started) * outputs / len(weight)
     found["memory"] = peak_resident() - before
     rounded = gptq.nearest(weight, bits, GROUP_SIZE).dequantised(bits, GROUP_SIZE)

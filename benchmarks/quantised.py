@@ -1,6 +1,6 @@
 """A talking checkpoint's language model in few bits, by rounding and with a calibration: what it still answers.
 
-    python benchmarks/quantised.py CHECKPOINT [--work FOLDER] [--voices 3]
+    python benchmarks/quantised.py CHECKPOINT [--work FOLDER] [--voices 3] [--losses] [--only "GPTQ 3"]
 
 CHECKPOINT knows the questions of examples/questions.json and has widths that divide into groups of 64. Needs espeak-ng.
 Calibrated on each question in other voices than the tested ones; tested on examples/ and on each question in one more
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlx_voicechat.convert import bits, calibration, conversion, listening, plans
+from mlx_voicechat.convert import bits, calibration, conversion, gptq, listening, plans, rounding
 from mlx_voicechat.convert.conversations import Run, measures, run
 from mlx_voicechat.convert.source import open_source
 from mlx_voicechat.sound.recordings import read_all
@@ -36,7 +36,7 @@ CALIBRATION_VOICES = [
 ]
 TESTED_VOICES = [("en-us+m5", 165, 50), ("en-gb+f4", 150, 52)]
 SILENCE_SECONDS = 4.0
-LLM = ("rounded 4", "rounded 3", "rounded 2", "GPTQ 4", "GPTQ 3", "GPTQ 2.5 by error", "GPTQ 2")
+LLM = ("body bf16", "rounded 4", "rounded 3", "rounded 2", "GPTQ 4", "GPTQ 3", "GPTQ 2.5 by error", "GPTQ 2")
 
 
 class Question(NamedTuple):
@@ -53,6 +53,8 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--voices", type=int, default=3, help="of the calibration, at most 4")
+    parser.add_argument("--only", nargs="+", choices=LLM, metavar="NAME")
+    parser.add_argument("--losses", action="store_true", help="stop after what each layer loses")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         work = arguments.work or Path(place)
@@ -66,9 +68,12 @@ def main() -> None:
         heard = spoken(known, work / "heard", CALIBRATION_VOICES[: arguments.voices])
         gathered = calibrated(arguments.checkpoint, heard, work / "calib")
         print(f"{len(tested)} tested recordings, {len(heard)} of calibration, {gathered.positions:,} positions")
+        losses(arguments.checkpoint, gathered)
+        if arguments.losses:
+            return
         expected = answers(arguments.checkpoint, tested)
         report("as it is", arguments.checkpoint, tested, expected, expected)
-        for name in LLM:
+        for name in arguments.only or LLM:
             folder = work / name.replace(" ", "-")
             if not folder.is_dir():
                 convert(arguments.checkpoint, name, gathered, folder)
@@ -110,11 +115,30 @@ def convert(checkpoint: str, name: str, gathered: calibration.Calibration, folde
         if "." in count:
             plan = bits.choose(source, base, gathered, bits.Target(bits=float(count)))
         else:
-            rule = plans.Rule(body.text, body.pattern, (plans.Quantised(int(count), 64),))
+            setting = "bf16" if count == "bf16" else plans.Quantised(int(count), 64)
+            rule = plans.Rule(body.text, body.pattern, (setting,))
             plan = plans.Plan(name, (rule, *others))
         started = time.perf_counter()
         conversion.run(conversion.prepare(source, plan, own), folder)
         print(f"{name}: converted in {time.perf_counter() - started:.1f} s; {plan.summary}", file=sys.stderr)
+
+
+def losses(checkpoint: str, gathered: calibration.Calibration) -> None:
+    """What each layer of the body loses at 3 bits on the calibration, of what it loses by rounding."""
+    with open_source(checkpoint) as source:
+        job = conversion.prepare(source, plans.NAMED["gptq-3"], gathered)
+        parts = {}
+        for layer in job.layers:
+            if layer.setting.bits == 3:
+                _, lost = rounding.rounded(source, layer, gathered)
+                moment = gathered.moments(layer.module, layer.tensor.shape[1]).matrix
+                weight = np.concatenate(list(rounding.rows_of(source, layer)))
+                plain = weight - gptq.nearest(weight, 3, 64).dequantised(3, 64)
+                parts[layer.module] = lost / gptq.loss(plain, moment)
+    most = max(parts, key=parts.__getitem__)
+    print(
+        f"{len(parts)} layers at 3 bits lose {min(parts.values()):.2f} to {parts[most]:.2f} ({most}) of rounding's loss"
+    )
 
 
 def quiet(text: str) -> None:

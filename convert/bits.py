@@ -113,12 +113,12 @@ def _costs(source: Source, layer: Layer, calibration: Calibration) -> dict[int, 
     A layer that does not add to the stream itself disturbs what its block adds as much as its own output.
     """
     given = calibration.moments(layer.module, layer.tensor.shape[1])
-    factor = gptq.inverse_factor(given.matrix)
+    inverse = gptq.by_energy(given.matrix, layer.setting.group_size)
     lost, whole = dict.fromkeys(AFFINE_BITS, 0.0), 0.0
     for weight in rounding.rows_of(source, layer):
         whole += gptq.loss(weight, given.matrix)
         for bits in AFFINE_BITS:
-            lost[bits] += gptq.quantise(weight, given.matrix, bits, layer.setting.group_size, factor=factor)[1]
+            lost[bits] += gptq.quantise(weight, given.matrix, bits, layer.setting.group_size, inverse=inverse)[1]
     scale = 1.0 if layer.module.endswith(TO_STREAM) else given.energy.added / max(whole, 1e-30)
     return {bits: error * scale / max(given.energy.stream, 1e-30) for bits, error in lost.items()}
 

@@ -7,6 +7,7 @@ group's columns have become, in the type it is stored in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -16,7 +17,15 @@ from scipy.linalg import lapack
 from mlx_voicechat.errors import InputError, VoiceChatError
 
 DAMPING = 0.01  # of the mean diagonal, added to it (the paper, section 3.3)
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # parts of a group's range that its grid is tried with
 PACKED_ROWS = 256  # rows packed at once: each of their bits is a byte meanwhile
+
+
+class Inverse(NamedTuple):
+    """The order (in,) in which columns are rounded, groups whole, and the `inverse_factor` of moments in that order."""
+
+    order: np.ndarray
+    factor: np.ndarray
 
 
 class Rounded(NamedTuple):
@@ -38,16 +47,18 @@ def quantise(
     bits: int,
     group_size: int,
     dtype: mx.Dtype = mx.bfloat16,
-    factor: np.ndarray | None = None,
+    inverse: Inverse | None = None,
+    shrinks: Sequence[float] = SHRINKS,
 ) -> tuple[Rounded, float]:
     """Of each row, `compensated` or, where that loses more for these inputs, `nearest`; and what all of them lose.
 
-    `factor` is `inverse_factor(moment)` for who has it. Raises as `compensated`.
+    `inverse` is `by_energy(moment, group_size)` for who has it. Raises as `compensated`.
     """
-    candidates = compensated(weight, moment, bits, group_size, dtype, factor), nearest(weight, bits, group_size, dtype)
+    ours = compensated(weight, moment, bits, group_size, dtype, inverse, shrinks)
+    candidates = ours, nearest(weight, bits, group_size, dtype)
     lost = [losses(weight - rounded.dequantised(bits, group_size), moment) for rounded in candidates]
     first = mx.array(lost[0] <= lost[1])[:, None]
-    best = Rounded(*(mx.where(first, ours, plain) for ours, plain in zip(*candidates, strict=True)))
+    best = Rounded(*(mx.where(first, one, other) for one, other in zip(*candidates, strict=True)))
     mx.eval(best)
     return best, float(np.minimum(*lost).sum())
 
@@ -58,11 +69,14 @@ def compensated(
     bits: int,
     group_size: int,
     dtype: mx.Dtype,
-    factor: np.ndarray | None = None,
+    inverse: Inverse | None = None,
+    shrinks: Sequence[float] = SHRINKS,
 ) -> Rounded:
     """Round `weight` (out, in) for inputs with the second moments `moment` (in, in), the sum of x x^T, both float32.
 
-    `dtype` is that of scales and biases; memory peaks at about twice the moments' and three times the weight's. Raises
+    `dtype` is that of scales and biases. A group's grid spans the part of its range, of `shrinks`, at which its columns
+    lose least, each by its own diagonal (the paper's equation 2); (1.0,) is MLX's own grid. Memory peaks at about twice
+    the moments' and seven times the weight's. Raises
     InputError for shapes that do not fit, VoiceChatError when the moments are no such sum.
     """
     rows, columns = weight.shape
@@ -70,13 +84,15 @@ def compensated(
         raise InputError(f"The moments have shape {moment.shape}, expected {(columns, columns)} for this weight.")
     if columns % group_size:
         raise InputError(f"Groups of {group_size} do not divide the weight's {columns:,} inputs.")
-    factor = inverse_factor(moment) if factor is None else factor
-    rest, codes = weight.astype(np.float32), np.empty((rows, columns), np.uint8)
+    order, factor = by_energy(moment, group_size) if inverse is None else inverse
+    rest, codes = weight.astype(np.float32)[:, order], np.empty((rows, columns), np.uint8)
     scales, biases = (np.empty((rows, columns // group_size), np.float32) for _ in range(2))
-    for group, start in enumerate(range(0, columns, group_size)):
-        block = slice(start, start + group_size)
-        scales[:, group], biases[:, group] = grid = _grid(rest[:, block], bits, group_size, dtype)
-        codes[:, block], lost = _round_group(rest[:, block], factor[block, block], bits, *grid)
+    for start in range(0, columns, group_size):
+        block, group = slice(start, start + group_size), order[start] // group_size
+        costs = 1 / np.square(np.einsum("ii->i", factor[block, block]))
+        grid = _best_grid(rest[:, block], costs, bits, dtype, shrinks)
+        scales[:, group], biases[:, group] = grid
+        codes[:, order[block]], lost = _round_group(rest[:, block], factor[block, block], bits, *grid)
         rest[:, block.stop :] -= lost @ factor[block, block.stop :]
     return Rounded(packed(codes, bits), *(mx.array(a).astype(dtype) for a in (scales, biases)))
 
@@ -96,12 +112,27 @@ def loss(error: np.ndarray, moment: np.ndarray) -> float:
     return float(losses(error, moment).sum())
 
 
-def inverse_factor(moment: np.ndarray) -> np.ndarray:
-    """Upper Cholesky factor (in, in) of the inverse of the damped moments.
+def by_energy(moment: np.ndarray, group_size: int) -> Inverse:
+    """Columns of much energy first, groups and inside each: what they lose, all others can still make up for."""
+    energy = np.einsum("ii->i", moment)
+    groups = np.argsort(-energy.reshape(-1, group_size).sum(axis=1), kind="stable")
+    within = np.argsort(-energy.reshape(-1, group_size), axis=1, kind="stable")
+    order = (groups[:, None] * group_size + within[groups]).reshape(-1)
+    return Inverse(order, inverse_factor(moment, order))
+
+
+def in_order(moment: np.ndarray) -> Inverse:
+    """Columns as they stand."""
+    return Inverse(np.arange(len(moment)), inverse_factor(moment))
+
+
+def inverse_factor(moment: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:
+    """Upper Cholesky factor (in, in) of the inverse of the damped moments, their inputs in `order`.
 
     An input that never came has only the damping, and then nothing is made up for elsewhere.
     """
-    damped = np.array(moment, np.float32, order="F")
+    order = np.arange(len(moment)) if order is None else order
+    damped = np.asarray(moment, np.float32)[np.ix_(order, order)].T  # symmetric, and now in Fortran's order
     diagonal = np.einsum("ii->i", damped)
     diagonal += np.float32(DAMPING) * diagonal.mean() or np.float32(1)
     upper, faults = damped, []
@@ -117,12 +148,34 @@ def inverse_factor(moment: np.ndarray) -> np.ndarray:
     return upper
 
 
-def _grid(columns: np.ndarray, bits: int, group_size: int, dtype: mx.Dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and bias (out,) of one group's columns (out, group), rounded to `dtype`."""
-    _, scales, biases = mx.quantize(mx.array(columns), group_size=group_size, bits=bits)
+def _best_grid(
+    columns: np.ndarray, costs: np.ndarray, bits: int, dtype: mx.Dtype, shrinks: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and bias (out,) of one group's columns (out, group), each row's of the `shrinks` that costs it least."""
+    grids = [_grid(columns, bits, dtype, shrink) for shrink in shrinks]
+    if len(grids) == 1:
+        return grids[0]
+    lost = [np.square(columns - _on_grid(columns, *grid, bits)[1]) @ costs for grid in grids]
+    best = np.argmin(lost, axis=0)[None]
+    scale, bias = (np.take_along_axis(np.stack(parts), best, axis=0)[0] for parts in zip(*grids, strict=True))
+    return scale, bias
+
+
+def _grid(columns: np.ndarray, bits: int, dtype: mx.Dtype, shrink: float) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and bias (out,) for a part of the columns' range, rounded to `dtype`."""
+    low, high = (shrink * end(columns, axis=1, keepdims=True) for end in (np.min, np.max))
+    clipped = np.clip(columns, np.minimum(low, high), high) if shrink < 1 else columns
+    _, scales, biases = mx.quantize(mx.array(clipped), group_size=columns.shape[1], bits=bits)
     stored = (a.astype(dtype).astype(mx.float32) for a in (scales, biases))
     scale, bias = (np.array(a)[:, 0] for a in stored)
     return scale, bias
+
+
+def _on_grid(columns: np.ndarray, scale: np.ndarray, bias: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """The nearest codes of columns (out, n), and the values that they stand for."""
+    divisor = np.where(scale == 0, np.float32(1), scale)
+    codes = np.clip(np.rint((columns - bias[:, None]) / divisor[:, None]), 0, 2**bits - 1)
+    return codes, codes * scale[:, None] + bias[:, None]
 
 
 def _round_group(
@@ -130,12 +183,11 @@ def _round_group(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Round columns (out, group) in order -> codes (out, group), and what each lost by its own diagonal."""
     rest, codes, lost = columns.copy(), np.empty(columns.shape, np.uint8), np.empty_like(columns)
-    divisor = np.where(scale == 0, np.float32(1), scale)
     for column in range(columns.shape[1]):
-        value = rest[:, column]
-        code = np.clip(np.rint((value - bias) / divisor), 0, 2**bits - 1)
-        codes[:, column] = code
-        lost[:, column] = (value - (code * scale + bias)) / factor[column, column]
+        value = rest[:, column, None]
+        code, found = _on_grid(value, scale, bias, bits)
+        codes[:, column] = code[:, 0]
+        lost[:, column] = (value - found)[:, 0] / factor[column, column]
         rest[:, column + 1 :] -= np.outer(lost[:, column], factor[column, column + 1 :])
     return codes, lost
 

@@ -26,7 +26,7 @@ from .source import Source, Tensor
 
 FOLDER = ".{}.mlx-voicechat-layers"  # beside the target
 ROWS = 4096  # of a weight in memory at once
-COPIES = 7  # of those rows: read, in MLX, what is left of them, what each lost, and two dequantised
+COPIES = 9  # of those rows: read, in MLX, what is left of them, what each lost, two dequantised, and MLX's buffers
 TRIAL, TRIALS = 1024, 3  # width and number of the products that tell how fast this machine multiplies
 
 Progress = Callable[[int, int], Any]  # operations done, of how many
@@ -144,10 +144,10 @@ def rounded(source: Source, layer: Layer, calibration: Calibration) -> tuple[gpt
     """A layer, and what its outputs lose, squared and summed over positions. Raises CheckpointError at NaN."""
     _, inputs = layer.tensor.shape
     moment = calibration.moments(layer.module, inputs).matrix
-    factor = gptq.inverse_factor(moment)
+    inverse = gptq.by_energy(moment, layer.setting.group_size)
     parts, lost = [], 0.0
     for weight in rows_of(source, layer):
-        part, more = gptq.quantise(weight, moment, layer.setting.bits, layer.setting.group_size, factor=factor)
+        part, more = gptq.quantise(weight, moment, layer.setting.bits, layer.setting.group_size, inverse=inverse)
         parts.append(part)
         lost += more
     return gptq.Rounded(*(mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True))), lost

@@ -22,6 +22,8 @@ from mlx_voicechat.convert.calibration import Calibration, Job, open_calibration
 from mlx_voicechat.convert.listening import Listener, listener
 from mlx_voicechat.errors import InputError, VoiceChatError
 from mlx_voicechat.networks.duplex_lm import make_segment
+from mlx_voicechat.tools import Tool
+from mlx_voicechat.tools.prompt import prompt_with_tools
 from mlx_voicechat.weights.checkpoint import open_folder, open_model
 
 FOLDER = GOLDEN / "tiny-f32"
@@ -119,16 +121,38 @@ def test_it_hears_what_a_session_hears(model: Listener) -> None:
     np.testing.assert_array_equal(np.array(found), np.array(mx.concatenate(given, axis=1)[0]))
 
 
-def test_a_reply_is_heard_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def talking() -> Listener:
+    return listener("tiny", open_model("tiny"), lambda text: None)
+
+
+def spoken(name: str) -> np.ndarray:
+    with calibration.AudioReader(EXAMPLES / name) as reader:
+        return reader.read_all()
+
+
+def test_a_reply_is_heard_to_its_end(talking: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "LONGEST_REPLY_SECONDS", 30.0)
-    talking = listener("tiny", open_model("tiny"), lambda text: None)
-    with calibration.AudioReader(EXAMPLES / "question.wav") as reader:
-        samples = reader.read_all()
+    samples = spoken("question.wav")
     answered = load("tiny", lambda text: None).answer(samples, extra_seconds=6.0)
     inputs = talking.heard(samples)
     end = answered.text_ids.index(talking.config.eos_id)
     settled = round(listening.SETTLED_SECONDS / talking.config.frame_seconds)
     assert end + settled <= len(inputs) <= end + settled + 2
+
+
+def test_tools_are_called_and_answered(talking: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "LONGEST_REPLY_SECONDS", 8.0)
+    called: list[str] = []
+
+    def get_time() -> str:
+        called.append("get_time")
+        return "ten past four"
+
+    tool = Tool("get_time", "The time now.", callable=get_time)
+    inputs = talking.heard(spoken("what_time_is_it.wav"), tools=(tool,), wait_for_tools=True)
+    assert called == ["get_time"]
+    assert len(inputs) > len(talking.tokenizer.encode(prompt_with_tools("", (tool,), "given"))) + 75
 
 
 class Killed(BaseException):
