@@ -58,9 +58,10 @@ def text(checks: Sequence[Check]) -> str:
     from .diagnosis import STOP
 
     lines = []
+    width = max([NAME_WIDTH, *(len(check.name) + 2 for check in checks)])
     for check in checks:
         remedy = f". {check.remedy}" if check.remedy else ""
-        lines.append(f"{check.level:<{LEVEL_WIDTH}}{check.name:<{NAME_WIDTH}}{check.text}{remedy}")
+        lines.append(f"{check.level:<{LEVEL_WIDTH}}{check.name:<{width}}{check.text}{remedy}")
     stopping = [check.name for check in checks if check.level == STOP]
     lines.append(f"Would stop a run: {', '.join(stopping)}." if stopping else "Nothing would stop a run.")
     return "\n".join(lines) + "\n"
