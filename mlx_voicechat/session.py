@@ -27,11 +27,11 @@ from .frame import (
     Piece,
     PositionsRequest,
     Request,
-    Sounds,
     SpeechRequest,
     check_sound,
 )
 from .gauges.profile import Profile
+from .machines.late import Sounds
 from .noise import draws_from
 from .options import SessionOptions
 from .sound.samples import dbfs
