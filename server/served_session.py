@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 FLOAT_BYTES = 4
 AT_ONCE = -math.inf
 LATE_SECONDS = 0.02  # that a streaming client's audio may be late and is still expected
-# A turn in steps: it yields the session that wants `Session.step`, is sent what that gave or thrown what it raised, and
-# returns the seconds of the frame if there was one.
+# A turn in steps: it yields the session that wants `Session.step`, is sent what that gave, and returns the seconds of a
+# frame if there was one. What a step raises ends the turn, and the session (`fail`).
 Turn: TypeAlias = "Generator[Session, list[Event], float | None]"
 
 
