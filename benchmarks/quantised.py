@@ -1,6 +1,6 @@
 """A talking checkpoint's language model in few bits, by rounding and with a calibration: what it still answers.
 
-    python benchmarks/quantised.py CHECKPOINT [--work FOLDER] [--voices 3] [--losses] [--only "GPTQ 3"]
+    python benchmarks/quantised.py CHECKPOINT [--work FOLDER] [--voices 3] [--losses] [--heads N] [--only "GPTQ 3"]
 
 CHECKPOINT knows the questions of examples/questions.json and has widths that divide into groups of 64. Needs espeak-ng.
 Calibrated on each question in other voices than the tested ones; tested on examples/ and on each question in one more
@@ -16,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
 from mlx_voicechat.convert import bits, calibration, conversion, gptq, listening, plans, rounding
-from mlx_voicechat.convert.conversations import Run, measures, run
+from mlx_voicechat.convert.conversations import Run, divergence, measures, run
 from mlx_voicechat.convert.source import open_source
 from mlx_voicechat.sound.recordings import read_all
 from mlx_voicechat.weights.checkpoint import open_model
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path)
     parser.add_argument("--voices", type=int, default=3, help="of the calibration, at most 4")
     parser.add_argument("--only", nargs="+", choices=LLM, metavar="NAME")
+    parser.add_argument("--heads", type=int, metavar="N", help="of N recordings, the heads' divergence alone: quick")
     parser.add_argument("--losses", action="store_true", help="stop after what each layer loses")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
@@ -70,6 +73,9 @@ def main() -> None:
         print(f"{len(tested)} tested recordings, {len(heard)} of calibration, {gathered.positions:,} positions")
         losses(arguments.checkpoint, gathered)
         if arguments.losses:
+            return
+        if arguments.heads:
+            heads(arguments.checkpoint, tested[: arguments.heads], gathered, work, arguments.only or LLM)
             return
         expected = answers(arguments.checkpoint, tested)
         report("as it is", arguments.checkpoint, tested, expected, expected)
@@ -139,6 +145,43 @@ def losses(checkpoint: str, gathered: calibration.Calibration) -> None:
     print(
         f"{len(parts)} layers at 3 bits lose {min(parts.values()):.2f} to {parts[most]:.2f} ({most}) of rounding's loss"
     )
+
+
+def heads(
+    checkpoint: str, tested: list[Question], gathered: calibration.Calibration, work: Path, names: Sequence[str]
+) -> None:
+    """Equal choices and divergence, told the ids of the checkpoint as it is; all frames of a recording at once."""
+    told = [each.ids for each in answers(checkpoint, tested)]
+    expected = logits(checkpoint, tested, told)
+    for name in names:
+        folder = work / name.replace(" ", "-")
+        if not folder.is_dir():
+            convert(checkpoint, name, gathered, folder)
+        found = logits(str(folder), tested, told)
+        same = (expected.argmax(-1) == found.argmax(-1)).mean(axis=0)
+        apart = divergence(expected, found).mean(axis=0)
+        print(
+            f"{name:<20} {len(expected)} frames at once: told the ids {same[0]:.2%} text {same[1]:.2%} function; "
+            f"KL text {apart[0]:.2e} function {apart[1]:.2e}",
+            flush=True,
+        )
+
+
+def logits(checkpoint: str, tested: list[Question], told: list[np.ndarray]) -> np.ndarray:
+    """Of both heads, (frames of all recordings, 2, V)."""
+    model = listening.listener(checkpoint, open_model(checkpoint), quiet)
+    found = []
+    for question, ids in zip(tested, told, strict=True):
+        samples = np.zeros(len(ids) * model.config.frame_samples_in, np.float32)
+        spoken = np.asarray(read_all(question.path))
+        samples[: len(spoken)] = spoken[: len(samples)]
+        _, audio, _ = model.perception.step(mx.array(samples)[None], model.perception.init_state())
+        before = mx.array(np.concatenate([np.full((1, 2), model.config.pad_id), ids[:-1]]))
+        fused = model.language.fuse(before[None, :, 0], audio, before[None, :, 1])
+        hidden, _ = model.language.step(fused, model.language.init_state())
+        both = mx.stack(list(model.language.logits(hidden[0])), axis=1).astype(mx.float32)
+        found.append(np.array(both))
+    return np.concatenate(found)
 
 
 def quiet(text: str) -> None:
