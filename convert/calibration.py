@@ -232,7 +232,7 @@ class Job:
             folder.mkdir(exist_ok=True)
         moments.save_json(self.folder / FACTS, begun)
         self._hear(model, progress)
-        positions = self._gather(model.language, begun["fingerprint"], progress)
+        positions = self._gather(model.language, str(begun["fingerprint"]), progress)
         facts = {**begun, "positions": positions, COMPLETE: True}
         moments.save_json(self.folder / FACTS, facts)
         return Calibration(self.folder, facts)
@@ -265,8 +265,8 @@ class Job:
                 out = moments.run_block(blocks[index], x, gathering.multiply)
                 moments.save(_numbered(target, number), {HIDDEN_STATE: out}, {})
                 wide = out.astype(mx.float32)
-                energy[0] += mx.square(wide).sum().item()
-                energy[1] += mx.square(wide - x.astype(mx.float32)).sum().item()
+                energy[0] += float(mx.square(wide).sum())
+                energy[1] += float(mx.square(wide - x.astype(mx.float32)).sum())
                 positions += len(x)
             facts = {"positions": positions, "fingerprint": fingerprint}
             for key in files[name]:
@@ -287,7 +287,7 @@ class Job:
             for number in range(len(self.heard)):
                 x = _read_hidden(_numbered(self._inputs_of(len(language.llm.layers)), number))
                 gathering.note(moments.HEADS, language.llm.norm_f(x))
-                energy += mx.square(x.astype(mx.float32)).sum().item()
+                energy += float(mx.square(x.astype(mx.float32)).sum())
                 positions += len(x)
             facts = {"positions": positions, "fingerprint": fingerprint}
             moments.save_moments(path, gathering.sums.pop(moments.HEADS), facts, Energy(energy, energy))

@@ -119,7 +119,8 @@ def check(first: Checkpoint, second: Checkpoint) -> None:
 
 def _model(config: ModelConfig) -> ModelConfig:
     llm = replace(config.llm, max_positions=None)
-    return replace(config, llm=llm, quantization={}, **dict.fromkeys(OF_THE_FILE - {"quantization"}))
+    ignored: dict[str, Any] = dict.fromkeys(OF_THE_FILE - {"quantization"})
+    return replace(config, llm=llm, quantization={}, **ignored)
 
 
 class Comparison:

@@ -172,9 +172,10 @@ def save(path: Path, tensors: Mapping[str, mx.array], facts: Mapping[str, Any]) 
 def read(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Tensors and facts of a file that `save` wrote. Raises InputError."""
     try:
-        tensors, facts = mx.load(str(path), return_metadata=True)
+        loaded: Any = mx.load(str(path), return_metadata=True)
     except (RuntimeError, ValueError, OSError) as error:
         raise InputError(f"{path} cannot be read: {error}.", "Remove it, and calibrate again.") from None
+    tensors, facts = loaded
     return dict(tensors), dict(facts)
 
 

@@ -49,11 +49,12 @@ class Model:
     """Weights and constants of one checkpoint, shared by any number of conversations of one thread.
 
     `held` are the networks whose weights it has: on several machines each model has a part. `late`: a frame's sound
-    comes with the frame after it.
+    comes with the frame after it. `batches`: frames of several conversations can be one evaluation.
     """
 
     held: Collection[str] = layout.NETWORKS
     late = False
+    batches = True
 
     def __init__(
         self,

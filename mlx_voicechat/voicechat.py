@@ -97,7 +97,7 @@ class VoiceChat(Model):
             except Exception as fault:
                 yield session, fault
                 continue
-            if request is not None and joins(request) and not self.late:
+            if request is not None and joins(request) and self.batches:
                 together.append((session, request))
             else:
                 alone.append(session)

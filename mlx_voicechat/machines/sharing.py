@@ -158,6 +158,8 @@ class LedStack(nn.Module):
 class Leader(VoiceChat):
     """A whole model on rank 0, with its part of the language model's blocks."""
 
+    batches = False
+
     def __init__(self, ranks: Ranks, *arguments: Any) -> None:
         self._ranks, self.orders = ranks, Orders(ranks)
         super().__init__(*arguments)

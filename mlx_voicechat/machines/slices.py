@@ -127,7 +127,7 @@ def _inputs(leaf: str, runs: Runs) -> tuple[int, Runs] | None:
     return None if leaf == "bias" else (1, runs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SharedCheckpoint(Checkpoint):
     """A checkpoint of which the language model's blocks are read in a rank's part alone; `whole` are its own sizes."""
 
@@ -139,7 +139,8 @@ class SharedCheckpoint(Checkpoint):
         """A rank's share of an opened checkpoint."""
         whole = opened.config.llm
         config = replace(opened.config, llm=shared(whole, share))
-        return cls(opened.folder, opened.raw, opened.stored, config, whole, share)
+        opens = (opened.folder, opened.raw, opened.stored, config, opened.base)
+        return cls(*opens, whole=whole, share=share)
 
     def parameters(self) -> Parameters:
         """See `Checkpoint.parameters`."""

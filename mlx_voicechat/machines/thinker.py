@@ -120,6 +120,7 @@ class Thinker(VoiceChat):
 
     held = ("perception", "rnnt", "language")
     late = True
+    batches = False
 
     def __init__(self, line: Line, *arguments: Any) -> None:
         self._line = line
