@@ -12,7 +12,7 @@ from typer import Option
 from mlx_voicechat.options import LoadOptions
 
 from .offline import INTERRUPTED, Interrupt
-from .options import COMPILED, DEFAULT_MODEL, KeyValueCache, ModelArgument, SpeechWeights, option_of
+from .options import COMPILED, DEFAULT_MODEL, Arithmetic, KeyValueCache, ModelArgument, SpeechWeights, option_of
 from .outputs import Targets, TextFile
 from .profiling import frames_file, wants_parts
 from .render import Output, note, progress_bar
@@ -45,6 +45,7 @@ def bench(
     ] = None,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    arithmetic: Arithmetic = LoadOptions.arithmetic,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, not tables.")] = False,
 ) -> None:
     """Measure a model on this machine: frame times, launches, memory, and what memory traffic alone would take.
@@ -62,7 +63,7 @@ def bench(
         report, every_frame = measure(
             model,
             frames,
-            LoadOptions(compiled, speech_weights, kv_cache),
+            LoadOptions(compiled, speech_weights, kv_cache, arithmetic),
             bandwidth_gbps=bandwidth,
             parts=wants_parts(),
             say=note,
@@ -116,7 +117,10 @@ def _counts(report: dict[str, Any]) -> str:
     counted, opening = report["counted_frame"], report["opening_seconds"]
     reads = ", ".join(f"{name.strip('_')} {count}" for name, count in counted["reads"].items())
     several = "" if report["evaluations"] == 1 else "s"
+    gpu = report["gpu"]
+    also = f", {gpu['launches_compiled']:,} compiled" if "launches_compiled" in gpu else ""
     return (
+        f"as a GPU starts them: {gpu['launches']:,} launches uncompiled{also}\n"
         f"one frame: {report['primitives']:,} primitives, {report['launches']:,} launches, "
         f"{report['evaluations']} evaluation{several} or read{several} by the host ({reads})\n"
         f"loaded in {report['load_seconds']:.2f} s, a session opened in {opening['first'] * 1000:.0f} ms, "

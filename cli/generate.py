@@ -24,6 +24,7 @@ from .options import (
     DEFAULT_MODEL,
     EXTRA_SECONDS,
     LONGEST_SECONDS,
+    Arithmetic,
     ExtraSeconds,
     GuidanceScale,
     KeyValueCache,
@@ -84,6 +85,7 @@ def generate(
     ] = LoadOptions.compile,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    arithmetic: Arithmetic = LoadOptions.arithmetic,
     tools: ToolsFile = None,
     tool_command: ToolCommand = None,
     mcp: Mcp = None,
@@ -126,7 +128,7 @@ def generate(
 
     def load(total_seconds: float) -> VoiceChat:
         worth_it = True if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS else compiled
-        return open_model(model, LoadOptions(worth_it, speech_weights, kv_cache))
+        return open_model(model, LoadOptions(worth_it, speech_weights, kv_cache, arithmetic))
 
     _answer(_Asked(audio, max_seconds, extra_decoding_seconds, stream, as_json, targets, load, options, wanted))
 

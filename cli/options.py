@@ -74,7 +74,8 @@ ModelArgument = Annotated[str, Argument(metavar="[MODEL]", envvar=MODEL_VARIABLE
 SpeechWeights = Annotated[str | None, option_of(LoadOptions, "speech_weights")]
 COMPILED = ("--compile/--no-compile",)
 Compiled = Annotated[bool | None, option_of(LoadOptions, "compile", *COMPILED)]
-KeyValueCache = Annotated[str, option_of(LoadOptions, "kv_cache")]
+KeyValueCache = Annotated[str | None, option_of(LoadOptions, "kv_cache")]
+Arithmetic = Annotated[str | None, option_of(LoadOptions, "arithmetic")]
 Voice = Annotated[str | None, option_of(SessionOptions, "voice")]
 SystemPrompt = Annotated[str | None, option_of(SessionOptions, "system_prompt", "-p", "--prompt", "--system-prompt")]
 GuidanceScale = Annotated[float | None, option_of(SessionOptions, "guidance_scale")]

@@ -26,6 +26,7 @@ from .endings import Ended
 from .loading import open_model
 from .options import (
     DEFAULT_MODEL,
+    Arithmetic,
     Compiled,
     KeyValueCache,
     Mcp,
@@ -78,6 +79,7 @@ def serve(
     function_timeout: Annotated[float, setting("function_timeout")] = ServerSettings.function_timeout,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    arithmetic: Arithmetic = LoadOptions.arithmetic,
     compiled: Compiled = LoadOptions.compile,
     tools: ToolsFile = None,
     tool_command: ToolCommand = None,
@@ -133,7 +135,7 @@ def serve(
         _note_risks(settings)
         sources = opened.enter_context(ToolSources(wanted, note))
         settings = dataclasses.replace(settings, tools=sources.tools)
-        held = LoadOptions(compiled, speech_weights, kv_cache)
+        held = LoadOptions(compiled, speech_weights, kv_cache, arithmetic, max_sessions)
         ended_by, running = _run(settings, listeners, lambda: sources.fit_to(open_model(model, held)))
     _leave(ended_by, running)
 

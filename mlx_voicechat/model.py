@@ -150,6 +150,11 @@ class Model:
                 self._openings.popitem(last=False)
         return state.copy()
 
+    def forget_openings(self) -> None:
+        """Let go of what is kept of finished openings, and of the silence between frames."""
+        self._openings.clear()
+        self._between.clear()
+
     def _prompt_ids(self, prompt: str) -> list[int]:
         ids = [self.config.bos_id, *self.tokenizer.encode(prompt), self.config.eos_id]
         limit = self.config.llm.max_positions

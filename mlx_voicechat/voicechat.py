@@ -13,12 +13,11 @@ import numpy as np
 
 from .errors import InputError
 from .frame import Frame
-from .gauges import memory
+from .gauges import memory, plans
 from .model import BLOCK_FRAMES, Model
 from .options import LoadOptions, SessionOptions, checked_number
 from .session import Session
 from .weights import checkpoint
-from .weights.precision import llm_is_float32
 
 CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
 CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
@@ -41,7 +40,9 @@ class Answer:
 
 
 class VoiceChat(Model):
-    """A loaded checkpoint: any number of sessions of one thread."""
+    """A loaded checkpoint: any number of sessions of one thread. `held`: in which form, where `load` decided it."""
+
+    held: plans.Held | None = None
 
     def session(self, **options: Any) -> Session:
         """Open a conversation; `options` are those of `SessionOptions`. Raises InputError."""
@@ -75,7 +76,7 @@ class VoiceChat(Model):
         self.rnnt.finish(first, [0], self.rnnt.init_state())
         if self.call_tokens is not None:
             self.between("silence")
-        self._openings.clear()
+        self.forget_openings()
         self.session(voice=voice)
 
     def answer(self, audio: Any, rate_hz: int = 16000, extra_seconds: float = 0.0, **options: Any) -> Answer:
@@ -113,8 +114,8 @@ def load(
 ) -> VoiceChat:
     """Open a checkpoint: a folder, a hub id (from the cache or fetched) or `tiny`, the packaged demonstration.
 
-    `options` are those of `LoadOptions`: `compile`, `speech_weights`, `kv_cache`. `say` gets notices: the size of a
-    download, too little memory. Raises CheckpointError, HubError and InputError.
+    `options` are those of `LoadOptions`: `compile`, `speech_weights`, `kv_cache`, `arithmetic`, `sessions`. `say` gets
+    notices: the size of a download, too little memory. Raises CheckpointError, HubError and InputError.
     """
     chosen = LoadOptions(**options)
     return load_opened(str(model), checkpoint.open_model(model, say), chosen, say)
@@ -128,15 +129,15 @@ def load_opened(
 ) -> VoiceChat:
     """`load` of a checkpoint that is open already; `name` is what it is called."""
     config, stored = opened.config, opened.stored
-    parameters = opened.parameters()
+    held = plans.hold(config, stored, options)
+    parameters = opened.parameters(held.plan.arithmetic)
     limit_buffer_cache()
-    states = memory.States(config, llm_is_float32(stored), options.kv_cache)
-    requantise = memory.speech_plan(config, stored, options.speech_weights, states)
-    warning = memory.shortfall(config, stored, memory.machine(), requantise, states)
+    warning = memory.shortfall(config, stored, memory.machine(), held.requantise, held.states)
     if warning is not None:
         say(warning)
-    loaded = VoiceChat(name, config, opened.tokenizer, parameters, say, requantise)
-    loaded.tts.cache_dtype = memory.KV_TYPES[options.kv_cache]
+    loaded = VoiceChat(name, config, opened.tokenizer, parameters, say, held.requantise)
+    loaded.held = held
+    loaded.tts.cache_dtype = memory.KV_TYPES[held.plan.kv_cache]
     on_gpu = mx.default_device().type == mx.gpu
     if (on_gpu if options.compile is None else options.compile) and not loaded.compile():
         say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")

@@ -36,17 +36,29 @@ METHODS = (
 )
 CONSTRUCTORS = ("array", "asarray", "asanyarray", "ascontiguousarray", "asfortranarray", "frombuffer", "copyto")
 BUFFER = "buffer"  # how a read by numpy is named in `Count.reads`
-NODE = re.compile(r'label ="(\w+)", shape=rectangle')
+NODE = re.compile(r'(\d+) \[label ="(\w+)", shape=rectangle')
+INPUT = re.compile(r'^"\w+" -> (\d+)$', re.MULTILINE)
+JOINING = "Concatenate"  # a GPU starts a copy for each of its inputs
 
 Note = Callable[..., None]
 
 
 @dataclass
 class Count:
-    """`operations` counts primitives by name, `reads` the host's reads and waits by what did them."""
+    """`operations` counts primitives by name, `reads` the host's reads and waits by what did them.
+
+    `copies`: arrays that concatenations join, all of them together.
+    """
 
     operations: Counter[str] = field(default_factory=Counter)
     reads: Counter[str] = field(default_factory=Counter)
+    copies: int = 0
+
+    def add(self, drawing: str) -> None:
+        """Count the graph that `mx.export_to_dot` drew."""
+        nodes = dict(NODE.findall(drawing))
+        self.operations.update(nodes.values())
+        self.copies += sum(nodes[node] == JOINING for node in INPUT.findall(drawing) if node in nodes)
 
     @property
     def primitives(self) -> int:
@@ -54,13 +66,19 @@ class Count:
 
     @property
     def launches(self) -> int:
-        """Primitives without the views: what a GPU has to start."""
-        return sum(count for name, count in self.operations.items() if name not in VIEWS)
+        """Primitives without the views, a concatenation once for each array that it joins: what a GPU has to start."""
+        plain = sum(count for name, count in self.operations.items() if name not in VIEWS and name != JOINING)
+        return plain + self.copies
 
     @property
     def evaluations(self) -> int:
         """Forced evaluations and host reads, of arrays that were evaluated before as well."""
         return self.reads.total()
+
+    @property
+    def waits(self) -> int:
+        """Evaluations and reads that may block: those that only start work are left out."""
+        return self.evaluations - self.reads["async_eval"]
 
 
 @contextmanager
@@ -74,7 +92,7 @@ def counting() -> Iterator[Count]:
             count.reads[how] += 1
             if arrays := _arrays(values):
                 mx.export_to_dot(str(drawing), *arrays)
-                count.operations.update(NODE.findall(drawing.read_text(encoding="utf-8")))
+                count.add(drawing.read_text(encoding="utf-8"))
 
         for name in FUNCTIONS:
             _replace(undo, mx, name, note)

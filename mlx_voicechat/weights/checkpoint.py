@@ -103,7 +103,7 @@ class Checkpoint:
         check_tokenizer(tokenizer, self.folder, self.config)
         return tokenizer
 
-    def parameters(self) -> Parameters:
+    def parameters(self, arithmetic: str = "float32") -> Parameters:
         """Parameters by module path in MLX layouts and computing types; lazy, so that unused tensors are never read.
 
         Raises CheckpointError: a file broken, a newer format, a tokenizer or a speaker at odds with the config.
@@ -115,8 +115,8 @@ class Checkpoint:
             weights |= _read(self.folder / file)
         whole = {name: array for name, array in weights.items() if _fits(name, weights, self.stored, self.config)}
         assembled = layout.assemble(whole, torch_layout)
-        wide = precision.llm_is_float32(self.stored)
-        parameters = {path: layout.cast(path, array, wide) for path, array in assembled.items()}
+        types = precision.types(self.stored, arithmetic)
+        parameters = {path: layout.cast(path, array, *types) for path, array in assembled.items()}
         if self.config.speaker not in (voices := layout.voices(parameters)):
             raise CheckpointError(
                 f"{self.folder}: the speaker of config.json, {self.config.speaker!r}, has no {layout.VOICE_PREFIX}* "
