@@ -28,9 +28,9 @@ from .frame import (
     Request,
     State,
 )
-from .networks.codec import replace_control_codes
 from .networks.rnnt import FirstChoice, GreedyDecoder
 from .networks.tree import Networks
+from .noise import draw_of
 from .text import Tokenizer, call_tokens, character_table
 from .weights import checkpoint, layout, text_table
 from .weights.precision import Requantisation
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from .gauges.profile import Profile
 
 BLOCK_FRAMES = 512  # frames of perception at once in the offline form
-CLEARED_FRAMES = 256  # kept buffers are let go so often: what grows with time never asks for the old sizes again
-PREFILL_CHUNK = 512  # prompt positions of the LLM at once
+# Prompt positions of the LLM at once; on a GPU few, so that other sessions wait for tens of milliseconds.
+PREFILL_CHUNK = 64 if mx.default_device().type == mx.gpu else 512
 KEPT_OPENINGS = 2  # a prompt's caches are hundreds of megabytes at full size
 
 
@@ -82,8 +82,9 @@ class Model:
         characters = character_table(self.tokenizer)
         self.tts.use_text_rows(text_table.cached_rows(self.tts, config.tts.characters, characters, folder, say))
         self.codec.prepare()
-        self._silence = silence[None]
+        self._silence = silence[None].astype(mx.uint32)  # as codes that are chosen
         self._hear, self._decode = self.perception.step, self.codec.step
+        self.draw = draw_of(config.tts)
         mx.eval(self._silence, *self._voices.values())
 
     def compile(self) -> bool:
@@ -97,6 +98,7 @@ class Model:
         self.rnnt.compile()
         self.tts.compile()
         self._hear, self._decode = mx.compile(self.perception.step), mx.compile(self.codec.step)
+        self.draw = mx.compile(draw_of(self.config.tts))
         return True
 
     def voice(self, name: str | None) -> mx.array:
@@ -166,7 +168,7 @@ class Model:
 
     def init_state(self, voice: mx.array, guidance_scale: float) -> State:
         """The state after the voice prompt, before position 0; lazy."""
-        pad = mx.array([self.config.pad_id])
+        pad = _one(self.config.pad_id)
         return State(
             perception=self.perception.init_state(),
             rnnt=self.rnnt.init_state(),
@@ -192,7 +194,7 @@ class Model:
             _, state.language = self.language.step(fused, state.language)
             mx.eval(state.language.arrays)
             yield
-        pad = mx.array([self.config.pad_id])
+        pad = _one(self.config.pad_id)
         for _ in ids[1:]:
             self._speak(pad, state, draws(state.steps))
             mx.async_eval(state.tts.arrays)
@@ -207,6 +209,7 @@ class Model:
         count = samples.shape[1] // self.config.frame_samples_in
         if count == 1:
             encoded, projected, state.perception = self._hear(samples, state.perception)
+            mx.async_eval(encoded, projected, state.perception)  # the device works while the rest is built
             return [Heard(encoded, projected)]
         encoded, projected, state.perception = self.perception.step(samples, state.perception)
         mx.eval(encoded, projected, state.perception)
@@ -233,10 +236,11 @@ class Model:
         hidden, state.language = self.language.step(fused, state.language)
         chosen = self.language.choose(hidden)
         state.text_id, state.function_id = self._overridden(*chosen, override)
+        mx.async_eval(first, state.text_id, state.function_id, state.language.arrays)
         stage("language", state.text_id, state.function_id, state.language.arrays)
         codes = self._silence
         if draws is not None:
-            spoken = state.text_id if override.spoken == NO_FORCE else mx.array([override.spoken])
+            spoken = state.text_id if override.spoken == NO_FORCE else _one(override.spoken)
             codes = self._speak(spoken, state, draws)
         asked = chosen[1] if override.calls == Calls.REFUSE else None
         frame = self._emit(codes, first, asked, state, stage)
@@ -249,7 +253,7 @@ class Model:
         stage("perception", heard, state.perception)
         first = self.rnnt.first(heard.encoded, state.rnnt)
         stage("rnnt", first)
-        codes = self._speak(mx.array([spoken]), state, draws)
+        codes = self._speak(_one(spoken), state, draws)
         frame = self._emit(codes, first, None, state, stage)
         return replace(frame, text_id=self.config.pad_id, function_id=self.config.pad_id)
 
@@ -260,7 +264,7 @@ class Model:
         of the last is BOS. Returns the function id of the last.
         """
         count = max(len(function_ids), 1)
-        pad = mx.array([self.config.pad_id])
+        pad = _one(self.config.pad_id)
         texts, functions = state.text_id[None], state.function_id[None]
         if count > 1:
             texts = mx.concatenate([texts, mx.broadcast_to(pad, (1, count - 1))], axis=1)
@@ -268,11 +272,11 @@ class Model:
             audio = mx.broadcast_to(audio, (1, count, audio.shape[-1]))
         hidden, state.language = self.language.step(self.language.fuse(texts, audio, functions), state.language)
         own = self.language.choose(hidden)[1]
-        state.text_id = mx.array([self.config.bos_id]) if opens else pad
+        state.text_id = _one(self.config.bos_id) if opens else pad
         state.function_id = mx.array(function_ids[-1:], own.dtype) if function_ids else own
-        values = self._read([state.function_id], state)
+        (chosen,) = self._read([state.function_id], state)
         self._advance(state, count)
-        return int(values[0])
+        return int(chosen[0])
 
     def run(self, request: Request, state: State, profile: Profile | None = None) -> Frame | int:
         """What a session asked for: a frame, or the function id of the last position."""
@@ -317,28 +321,24 @@ class Model:
     ) -> Frame:
         """Codes (1, Q) to samples, the evaluation of the whole frame, and the symbols that follow its first one."""
         stage("tts", codes, state.tts.arrays)
-        codes = replace_control_codes(codes, self._silence, self.config.codec.codebook_size)
         samples, state.codec = self._decode(codes[:, None], state.codec)
-        extra = [] if asked is None else [asked]
-        values = self._read([samples, codes, *extra, state.text_id, state.function_id, first.ids], state)
+        outputs = [samples, codes, state.text_id, state.function_id, first.ids, *([] if asked is None else [asked])]
+        spoken, chosen, text, function, symbol, *refused = self._read(outputs, state)
         stage("codec")
-        symbols, state.rnnt = self.rnnt.finish(first, [int(values[-1])], state.rnnt)
+        symbols, state.rnnt = self.rnnt.finish(first, symbol.tolist(), state.rnnt)
         stage("rnnt")
-        spoken, quantizers = samples.shape[1], codes.shape[1]
         return Frame(
-            text_id=int(values[-3]),
-            function_id=int(values[-2]),
+            text_id=int(text[0]),
+            function_id=int(function[0]),
             symbols=tuple(symbols[0]),
-            samples=values[:spoken],
-            codes=tuple(values[spoken : spoken + quantizers].astype(int).tolist()),
-            refused=asked is not None and self.call_tokens is not None and int(values[-4]) == self.call_tokens.start,
+            samples=spoken[0],
+            codes=tuple(chosen[0].tolist()),
+            refused=bool(refused) and self.call_tokens is not None and int(refused[0][0]) == self.call_tokens.start,
         )
 
     @staticmethod
     def _advance(state: State, positions: int) -> None:
-        before, state.position = state.position, state.position + positions
-        if before // CLEARED_FRAMES != state.position // CLEARED_FRAMES:
-            mx.clear_cache()
+        state.position += positions
 
     def _speak(self, text_id: mx.array, state: State, draws: Draws) -> mx.array:
         codes, state.tts = self.tts.step(text_id, state.tts, draws.uniform[None], draws.normal[None])
@@ -346,10 +346,15 @@ class Model:
         return codes
 
     @staticmethod
-    def _read(outputs: list[mx.array], state: State) -> np.ndarray:
-        """The frame's one evaluation: all state, and the outputs as one float32 vector (exact for ids, below 2^24)."""
-        packed = mx.concatenate([a.reshape(-1).astype(mx.float32) for a in outputs])
-        return np.array(mx.depends([packed], state.arrays)[0])
+    def _read(outputs: list[mx.array], state: State) -> list[np.ndarray]:
+        """The frame's one wait: for all state and the outputs, which are then copied from where they lie."""
+        mx.eval(outputs, state.arrays)
+        return [np.array(array) for array in outputs]
+
+
+def _one(token: int) -> mx.array:
+    """An id (1,) in the type of those that are chosen, so that no compiled function is traced again for it."""
+    return mx.array([token], mx.uint32)
 
 
 def _stages(profile: Profile | None) -> Callable[..., None]:

@@ -18,6 +18,7 @@ from .model import BLOCK_FRAMES, Model
 from .options import LoadOptions, SessionOptions, checked_number
 from .session import Session
 from .weights import checkpoint
+from .weights.wired import wire
 
 CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
 CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
@@ -63,8 +64,8 @@ class VoiceChat(Model):
     def warm(self, voice: str | None = None) -> None:
         """Run every path of a frame once on this thread, so that no conversation waits for a kernel to compile.
 
-        That is: a system prompt, silence, speech, a transcript symbol; then the opening of a session without a prompt,
-        which is kept. Raises what `session` raises for `voice`.
+        That is: a system prompt, silence, speech, a transcript symbol, and the very first frame of a session without a
+        prompt, whose opening is kept. Raises what `session` raises for `voice`.
         """
         session = self.session(system_prompt="Hello.", voice=voice)
         silence = np.zeros(self.config.frame_samples_in, np.float32)
@@ -77,7 +78,7 @@ class VoiceChat(Model):
         if self.call_tokens is not None:
             self.between("silence")
         self.forget_openings()
-        self.session(voice=voice)
+        self.session(voice=voice).push(silence)
 
     def answer(self, audio: Any, rate_hz: int = 16000, extra_seconds: float = 0.0, **options: Any) -> Answer:
         """The offline form: a whole recording (S,), float mono, and `extra_seconds` of silence after it -> Answer.
@@ -137,6 +138,7 @@ def load_opened(
         say(warning)
     loaded = VoiceChat(name, config, opened.tokenizer, parameters, say, held.requantise)
     loaded.held = held
+    wire(loaded)
     loaded.tts.cache_dtype = memory.KV_TYPES[held.plan.kv_cache]
     on_gpu = mx.default_device().type == mx.gpu
     if (on_gpu if options.compile is None else options.compile) and not loaded.compile():

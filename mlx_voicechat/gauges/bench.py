@@ -296,7 +296,7 @@ def _describe_counted(counted: Counted) -> dict[str, Any]:
     return {
         "primitives": count.primitives,
         "launches": count.launches,
-        "evaluations": count.evaluations,
+        "evaluations": count.waits,
         "counted_frame": {
             "index": counted.index,
             "symbols": counted.symbols,

@@ -47,12 +47,14 @@ Note = Callable[..., None]
 class Count:
     """`operations` counts primitives by name, `reads` the host's reads and waits by what did them.
 
-    `copies`: arrays that concatenations join, all of them together.
+    `copies`: arrays that concatenations join, all of them together. `waits`: how often the host may have waited; what
+    only starts work is none, and a read of what was waited for before is neither that nor in `reads`.
     """
 
     operations: Counter[str] = field(default_factory=Counter)
     reads: Counter[str] = field(default_factory=Counter)
     copies: int = 0
+    waits: int = 0
 
     def add(self, drawing: str) -> None:
         """Count the graph that `mx.export_to_dot` drew."""
@@ -72,13 +74,8 @@ class Count:
 
     @property
     def evaluations(self) -> int:
-        """Forced evaluations and host reads, of arrays that were evaluated before as well."""
+        """Forced evaluations, of arrays that were evaluated before as well, and host reads of others."""
         return self.reads.total()
-
-    @property
-    def waits(self) -> int:
-        """Evaluations and reads that may block: those that only start work are left out."""
-        return self.evaluations - self.reads["async_eval"]
 
 
 @contextmanager
@@ -88,9 +85,17 @@ def counting() -> Iterator[Count]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as undo:
         drawing = Path(folder) / "graph.dot"
 
+        settled: dict[int, mx.array] = {}  # what was waited for, by id, kept so that no other array gets the id
+
         def note(how: str, *values: Any) -> None:
+            arrays = _arrays(values)
+            if how not in FUNCTIONS and all(id(array) in settled for array in arrays):
+                return
             count.reads[how] += 1
-            if arrays := _arrays(values):
+            if how != "async_eval":
+                count.waits += 1
+                settled.update((id(array), array) for array in arrays)
+            if arrays:
                 mx.export_to_dot(str(drawing), *arrays)
                 count.add(drawing.read_text(encoding="utf-8"))
 

@@ -66,7 +66,7 @@ class _Drawn(Exception):
 
 def steady_state(model: VoiceChat) -> State:
     """A conversation's state after frames of silence, evaluated; for `gpu_launches`, before the model is compiled."""
-    config, draws = model.config, draws_from(model.config.tts, 0, None)
+    config, draws = model.config, draws_from(model.config.tts, 0, None, model.draw)
     state = model.init_state(model.voice(None), config.tts.guidance_scale)
     for step in range(STEADY_FRAMES):
         (heard,) = model.hear(mx.zeros((1, config.frame_samples_in)), state)
@@ -84,7 +84,7 @@ def gpu_launches(model: VoiceChat, state: State) -> int:
     def stop(outputs: list[mx.array], state: State) -> NoReturn:
         raise _Drawn([*outputs, *state.arrays])
 
-    state, draws = state.copy(), draws_from(model.config.tts, 0, None)
+    state, draws = state.copy(), draws_from(model.config.tts, 0, None, model.draw)
     samples = mx.zeros((1, model.config.frame_samples_in))
     mx.eval(samples)
     with as_on_gpu(), patch.object(model, "_read", stop), patch.object(mx, "async_eval", lambda *_: None):
