@@ -15,6 +15,7 @@ from .offline import INTERRUPTED, Interrupt
 from .options import (
     COMPILED,
     DEFAULT_MODEL,
+    Arithmetic,
     Bandwidth,
     KeyValueCache,
     ModelArgument,
@@ -47,6 +48,7 @@ def bench(
     bandwidth: Bandwidth = None,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    arithmetic: Arithmetic = LoadOptions.arithmetic,
     minutes: Annotated[
         float,
         Option(metavar="M", min=0, max=LONGEST_MINUTES, help="Then frames without a pause for so long: their curve."),
@@ -59,7 +61,7 @@ def bench(
     It hears a quiet room. Stage times come from frames that wait for the device after each stage, the total and the
     real-time factor from those between them.
     """
-    held = LoadOptions(compiled, speech_weights, kv_cache, shard_llm)
+    held = LoadOptions(compiled, speech_weights, kv_cache, arithmetic, shard_llm=shard_llm)
     if helps(model, held):
         return
     targets = Targets(profile_frames=frames_file())
@@ -156,7 +158,10 @@ def _counts(report: dict[str, Any]) -> str:
     counted, opening = report["counted_frame"], report["opening_seconds"]
     reads = ", ".join(f"{name.strip('_')} {count}" for name, count in counted["reads"].items())
     several = "" if report["evaluations"] == 1 else "s"
+    gpu = report["gpu"]
+    also = f", {gpu['launches_compiled']:,} compiled" if "launches_compiled" in gpu else ""
     return (
+        f"as a GPU starts them: {gpu['launches']:,} launches uncompiled{also}\n"
         f"one frame: {report['primitives']:,} primitives, {report['launches']:,} launches, "
         f"{report['evaluations']} evaluation{several} or read{several} by the host ({reads})\n"
         f"loaded in {report['load_seconds']:.2f} s, a session opened in {opening['first'] * 1000:.0f} ms, "

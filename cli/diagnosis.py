@@ -25,7 +25,7 @@ PYTHONS = ((3, 10), (3, 14))  # from, and below: requires-python in pyproject.to
 OLDEST_MLX = (0, 32)  # pyproject.toml
 OLDEST_MACOS = (14, 0)  # of MLX's wheels
 NO_CACHE = "cannot cache"  # what numba says, for librosa, where it finds no folder that it may write
-FRAME_MS = 80  # a frame's length
+FRAME_MS, JUDGED_POSITIONS = 80, 1500  # a frame's length, and after how many a frame is judged (`gauges.plans`)
 TALK = "pip install 'mlx-voicechat[talk]'"
 
 
@@ -67,9 +67,11 @@ class Facts:
     held: Mapping[str, CachedModel] = field(default_factory=dict)  # by name: 4bit, 8bit, bf16
     # Memory by name, after one minute and after ten; empty if it cannot be told.
     needs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    # What can be had, best first (`recommendation.Candidate`), on memory of so many GB a second; empty without MLX.
+    # What can be had, best first (`recommendation.Candidate`); empty without MLX.
     candidates: Sequence[Any] = ()
-    gbps: float = 0.0
+    bandwidth: tuple[float, str] = (0.0, "")  # of memory in GB/s, and where the figure comes from
+    # Of each checkpoint the forms in which it can be held here, and what a frame then moves (`info.frame_table`).
+    forms: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
 
 def diagnose(facts: Facts) -> list[Check]:
@@ -81,7 +83,7 @@ def diagnose(facts: Facts) -> list[Check]:
     checks += [check for check in (_librosa(facts), _temporary(facts)) if check is not None]
     if facts.system == "Linux":
         checks.append(_compiler(facts))
-    return [*checks, _fitting(facts), *_recommended(facts)]
+    return [*checks, _fitting(facts), *_speed(facts), *_recommended(facts)]
 
 
 def _python(facts: Facts) -> Check:
@@ -226,10 +228,27 @@ def _recommended(facts: Facts) -> list[Check]:
     best = recommended(facts.candidates, facts.usable_bytes, FRAME_MS)
     if best is None:
         return []  # `fits` says so
-    text = f"{best.name}: at least {best.floor_ms:.0f} ms of {FRAME_MS} a frame, at {facts.gbps:.0f} GB/s of memory"
+    text = f"{best.name}: at least {best.floor_ms:.0f} ms of {FRAME_MS} a frame, at {facts.bandwidth[0]:.0f} GB/s"
     if best.floor_ms > FRAME_MS:
         return [Check("recommended", WARNING, text, "It falls behind on this machine, and so does every other.")]
     return [Check("recommended", OK, text, f"To get it: {best.how}.")]
+
+
+def _speed(facts: Facts) -> list[Check]:
+    """Which of them this machine's memory is fast enough for: moving a frame's bytes must leave time to compute."""
+    if not facts.forms:
+        return []
+    gbps, source = facts.bandwidth
+    text, slow = [], []
+    for name, forms in facts.forms.items():
+        (at,) = [at for form in forms if form["chosen"] for at in form["at"] if at["positions"] == JUDGED_POSITIONS]
+        text.append(f"{name} {at['floor_ms']:.0f} ms")
+        if at["floor_ms"] > FRAME_MS:
+            slow.append(name)
+    words = f"{gbps:.0f} GB/s ({source}); moving a frame's bytes takes {', '.join(text)}"
+    if not slow:
+        return [Check("bandwidth", OK, words)]
+    return [Check("bandwidth", WARNING, words, f"A frame lasts {FRAME_MS} ms: {', '.join(slow)} would fall behind.")]
 
 
 def _arrived(facts: Facts, name: str) -> int:
@@ -280,7 +299,7 @@ def probe() -> Facts:
         temporary_fault=temporary_fault,
         held={} if hub_fault else _cached(),
         needs=_needs(),
-        **_candidates(mlx),
+        **_forms(mlx),
     )
 
 
@@ -354,14 +373,18 @@ def _needs() -> dict[str, tuple[int, int]]:
     return needs()
 
 
-def _candidates(mlx: Any) -> dict[str, Any]:
+def _forms(mlx: Any) -> dict[str, Any]:
+    """Memory's bandwidth, and the forms that it decides between; nothing without MLX."""
     try:
-        from mlx_voicechat.gauges.traffic import measured_bandwidth
+        from mlx_voicechat.gauges import chips, plans
 
+        from .published import forms
         from .recommendation import candidates
     except ImportError:
         return {}
     if mlx is None:
         return {}
-    gbps = measured_bandwidth()
-    return {"gbps": gbps, "candidates": candidates(gbps)}
+    speed = chips.bandwidth()
+    found = {name: [plans.as_facts(row) for row in rows] for name, rows in forms().items()}
+    reached = candidates(speed.gbps)
+    return {"bandwidth": (speed.gbps, speed.source), "forms": found, "candidates": reached}

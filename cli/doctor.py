@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from .info import frame_table
 from .render import Output
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def doctor(
         from .hosts import look
 
         checks += look(hostfile)
-    Output().write(json.dumps(report(facts, checks), ensure_ascii=False) + "\n" if as_json else text(checks))
+    Output().write(json.dumps(report(facts, checks), ensure_ascii=False) + "\n" if as_json else text(checks, facts))
     if any(check.level == STOP for check in checks):
         raise typer.Exit(1)
 
@@ -53,8 +54,8 @@ def report(facts: Facts, checks: Sequence[Check]) -> dict[str, Any]:
     return {"runs": runs, "checks": [check._asdict() for check in checks], "facts": found | {"held": held}}
 
 
-def text(checks: Sequence[Check]) -> str:
-    """The findings for a person to read, a line each."""
+def text(checks: Sequence[Check], facts: Facts | None = None) -> str:
+    """The findings for a person to read, a line each, and what a frame moves in every form of every checkpoint."""
     from .diagnosis import STOP
 
     lines = []
@@ -64,4 +65,6 @@ def text(checks: Sequence[Check]) -> str:
         lines.append(f"{check.level:<{LEVEL_WIDTH}}{check.name:<{width}}{check.text}{remedy}")
     stopping = [check.name for check in checks if check.level == STOP]
     lines.append(f"Would stop a run: {', '.join(stopping)}." if stopping else "Nothing would stop a run.")
+    for name, forms in (facts.forms if facts else {}).items():
+        lines += ["", f"{name}: bytes a frame and the time to move them, after so many positions", *frame_table(forms)]
     return "\n".join(lines) + "\n"

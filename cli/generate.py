@@ -7,6 +7,7 @@ import io
 import json
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -25,6 +26,7 @@ from .options import (
     DEFAULT_MODEL,
     EXTRA_SECONDS,
     LONGEST_SECONDS,
+    Arithmetic,
     ExtraSeconds,
     GuidanceScale,
     KeyValueCache,
@@ -86,6 +88,7 @@ def generate(
     ] = LoadOptions.compile,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    arithmetic: Arithmetic = LoadOptions.arithmetic,
     shard_llm: ShardLlm = LoadOptions.shard_llm,
     tools: ToolsFile = None,
     tool_command: ToolCommand = None,
@@ -114,7 +117,8 @@ def generate(
         note("-n is ignored: the output is as long as the recording and the silence after it.")
     targets = Targets(output_audio, both_sides, events, profile_json, frames_file() if profile else None)
     targets.check(audio)
-    if helps(model, LoadOptions(compiled, speech_weights, kv_cache, shard_llm)):
+    held = LoadOptions(compiled, speech_weights, kv_cache, arithmetic, shard_llm=shard_llm)
+    if helps(model, held):
         return
 
     from .tool_sources import ToolOptions
@@ -131,7 +135,7 @@ def generate(
 
     def load(total_seconds: float) -> VoiceChat:
         worth_it = True if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS else compiled
-        return open_model(model, LoadOptions(worth_it, speech_weights, kv_cache, shard_llm))
+        return open_model(model, replace(held, compile=worth_it))
 
     _answer(_Asked(audio, max_seconds, extra_decoding_seconds, stream, as_json, targets, load, options, wanted))
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from typer import Argument, Option
 from mlx_voicechat.errors import CheckpointError
 from mlx_voicechat.options import LoadOptions
 
-from .options import DEFAULT_MODEL, MODEL_VARIABLE, SpeechWeights
+from .options import DEFAULT_MODEL, MODEL_VARIABLE, Arithmetic, KeyValueCache, SpeechWeights
 from .render import Output, note, progress_bar
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def info(
         ),
     ] = DEFAULT_MODEL,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
+    kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    arithmetic: Arithmetic = LoadOptions.arithmetic,
     with_hashes: Annotated[
         bool, Option("--hash", help="SHA-256 of every file too, compared with what the Hub cache knows.")
     ] = False,
@@ -47,7 +49,7 @@ def info(
 
     Reads configuration and file headers only, with --hash whole files; downloads nothing.
     """
-    facts = describe(model, speech_weights)
+    facts = describe(model, speech_weights, kv_cache, arithmetic)
     if with_hashes:
         facts["hashes"] = hashes(Path(facts["folder"]))
     Output().write(json.dumps(facts, ensure_ascii=False) + "\n" if as_json else text(facts))
@@ -62,11 +64,12 @@ def info(
         )
 
 
-def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
-    """Everything `info` tells. Raises CheckpointError and, for an unknown `speech_weights`, InputError."""
-    from mlx_voicechat.gauges import memory
+def describe(
+    model: str, speech_weights: str | None = None, kv_cache: str | None = None, arithmetic: str | None = None
+) -> dict[str, Any]:
+    """Everything `info` tells. Raises CheckpointError and, for an unknown word, InputError."""
+    from mlx_voicechat.gauges import chips, memory, plans
     from mlx_voicechat.weights import checkpoint, hub_cache
-    from mlx_voicechat.weights.precision import llm_is_float32
 
     from . import composition
 
@@ -76,8 +79,8 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
         return facts | _original(folder)
     opened = checkpoint.open_folder(folder)
     config, stored, version = opened.config, opened.stored, opened.format
-    states = memory.States(config, float32_llm := llm_is_float32(stored))
-    plan = memory.speech_plan(config, stored, speech_weights, states)
+    options = LoadOptions(None, speech_weights, kv_cache, arithmetic)
+    chosen, plan, states = plans.hold(config, stored, options)
     lengths = {seconds: round(seconds / config.frame_seconds) for seconds in ANNOUNCED_SECONDS}
     announced = {s: memory.announce(config, stored, n, requantise=plan, states=states) for s, n in lengths.items()}
     first = announced[ANNOUNCED_SECONDS[0]]
@@ -89,9 +92,11 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
         "format": f"mlx-voicechat {version}" if version else "mlx-community",
         "conversion": opened.raw.get(checkpoint.CONVERSION_KEY) or {},
         "quantization": quantization(config),
-        "language_type": "f32" if float32_llm else "bf16",
+        "language_type": "f32" if states.types.float32_llm else "bf16",
         **_stored(folder, stored, config.quantization),
         "speech_weights": "q8" if plan else "f32",
+        "kv_cache": chosen.kv_cache,
+        "arithmetic": chosen.arithmetic,
         "sizes": sizes(config),
         "speaker": config.speaker,
         "default_system_prompt": config.default_system_prompt,
@@ -100,6 +105,8 @@ def describe(model: str, speech_weights: str | None = None) -> dict[str, Any]:
         "announced_bytes": {str(seconds): each.total for seconds, each in announced.items()},
         "longest": composition.longest(config, states, first, have.available)._asdict(),
         "machine": {"memory_bytes": have.total, "available_bytes": have.available},
+        "bandwidth": {"gbps": chips.bandwidth().gbps, "source": chips.bandwidth().source},
+        "forms": [plans.as_facts(row) for row in plans.table(config, stored, options)],
         "fits": warning is None,
         "warning": warning,
     }
@@ -264,7 +271,7 @@ def _running(facts: Mapping[str, Any]) -> dict[str, str]:
     resident = {name.replace("_", " "): gigabytes(size) for name, size in facts["resident_bytes"].items()}
     rows = {
         "default prompt": repr(prompt) if prompt else "none",
-        "speech weights": f"held as {facts['speech_weights']}",
+        "speech weights": f"held as {facts['speech_weights']}, keys and values as {facts['kv_cache']}",
         "resident": ", ".join(f"{name} {size}" for name, size in resident.items()),
         "memory, loaded": gigabytes(facts["loaded_bytes"]),
     }
@@ -276,8 +283,23 @@ def _running(facts: Mapping[str, Any]) -> dict[str, str]:
         + (f"; made for {duration(made_for)} (positions of the language model)" if made_for else "")
         + f"; speech looks back {duration(longest['window_seconds'])}"
     )
-    rows["this machine"] = f"{gigabytes(machine['memory_bytes'])}, {gigabytes(machine['available_bytes'])} available"
-    return rows
+    speed = facts["bandwidth"]
+    rows["this machine"] = (
+        f"{gigabytes(machine['memory_bytes'])}, {gigabytes(machine['available_bytes'])} available; "
+        f"{speed['gbps']:.0f} GB/s ({speed['source']})"
+    )
+    return rows | {f"a frame moves, {i}": line for i, line in enumerate(frame_table(facts["forms"]), 1)}
+
+
+def frame_table(forms: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Each form on a line: bytes a frame and the time that moving them takes, after so many positions."""
+    for form in forms:
+        sizes = "; ".join(
+            f"{at['positions']:,}: {at['bytes'] / 1e9:.2f} GB, {at['floor_ms']:.1f} ms" for at in form["at"]
+        )
+        mark = "taken  " if form["chosen"] else "       "
+        words = f"speech {form['speech_weights']}, keys {form['kv_cache']}, {form['arithmetic']}"
+        yield f"{mark}{words:<34}{sizes}"
 
 
 def _parts(parts: Mapping[str, Mapping[str, int]]) -> str:

@@ -6,7 +6,8 @@ import json
 
 from mlx_voicechat import assets
 from mlx_voicechat.config import ModelConfig
-from mlx_voicechat.gauges import memory
+from mlx_voicechat.gauges import memory, plans
+from mlx_voicechat.options import LoadOptions
 from mlx_voicechat.weights import layout
 from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.hub_cache import DOWNLOAD_BYTES
@@ -21,11 +22,24 @@ def needs() -> dict[str, tuple[int, int]]:
     short, long = (round(seconds / config.frame_seconds) for seconds in (memory.SHORT_SECONDS, LONG_SECONDS))
     found = {}
     for name in DOWNLOAD_BYTES:
-        stored = headers(config, None if name == "bf16" else int(name.removesuffix("bit")))
-        plan = memory.speech_plan(config, stored, "q8")
-        first, later = (memory.announce(config, stored, n, requantise=plan).total for n in (short, long))
+        stored = headers(config, _bits(name))
+        held = plans.hold(config, stored, LoadOptions(speech_weights="q8"))
+        first, later = (
+            memory.announce(config, stored, n, requantise=held.requantise, states=held.states).total
+            for n in (short, long)
+        )
         found[name] = (first, later)
     return found
+
+
+def forms() -> dict[str, list[plans.Row]]:
+    """By name: the forms in which this machine can hold it, and what a frame then moves (`plans.table`)."""
+    config = parse_config(json.loads((assets.CONFIGS / "full.json").read_text(encoding="utf-8")))
+    return {name: plans.table(config, headers(config, _bits(name)), LoadOptions()) for name in DOWNLOAD_BYTES}
+
+
+def _bits(name: str) -> int | None:
+    return None if name == "bf16" else int(name.removesuffix("bit"))
 
 
 def headers(config: ModelConfig, bits: int | None) -> dict[str, Stored]:

@@ -27,6 +27,7 @@ from .loading import open_model
 from .machines import helps
 from .options import (
     DEFAULT_MODEL,
+    Arithmetic,
     Compiled,
     KeyValueCache,
     Mcp,
@@ -83,6 +84,7 @@ def serve(
     function_timeout: Annotated[float, setting("function_timeout")] = ServerSettings.function_timeout,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    arithmetic: Arithmetic = LoadOptions.arithmetic,
     shard_llm: ShardLlm = LoadOptions.shard_llm,
     compiled: Compiled = LoadOptions.compile,
     tools: ToolsFile = None,
@@ -102,7 +104,7 @@ def serve(
         raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
     _check_tls(ssl_certfile, ssl_keyfile)
     _check_key(api_key)
-    held = LoadOptions(compiled, speech_weights, kv_cache, shard_llm)
+    held = LoadOptions(compiled, speech_weights, kv_cache, arithmetic, max_sessions, shard_llm)
     if helps(model, held):
         return
 

@@ -22,6 +22,7 @@ from .options import (
     EXTRA_SECONDS,
     LONGEST_SECONDS,
     TOOL_OPTIONS,
+    Arithmetic,
     Compiled,
     ExtraSeconds,
     KeyValueCache,
@@ -62,7 +63,7 @@ OF_THE_MICROPHONE = (
     *OF_THE_CANCELLER,
 )
 OF_OUR_PROTOCOL = ("seed", "fast", "push_to_talk")
-OF_THE_MODEL = ("model", "voice", "speech_weights", "kv_cache", "compiled", *TOOL_OPTIONS)
+OF_THE_MODEL = ("model", "voice", "speech_weights", "kv_cache", "arithmetic", "compiled", *TOOL_OPTIONS)
 
 # Options of this command alone
 File = Annotated[str | None, Option(metavar="PATH", help="Say a recording, not what the microphone hears; - is stdin.")]
@@ -132,6 +133,7 @@ def talk(
     voice: Voice = SessionOptions.voice,
     speech_weights: SpeechWeights = LoadOptions.speech_weights,
     kv_cache: KeyValueCache = LoadOptions.kv_cache,
+    arithmetic: Arithmetic = LoadOptions.arithmetic,
     compiled: Compiled = LoadOptions.compile,
     tools: ToolsFile = None,
     tool_command: ToolCommand = None,
@@ -184,7 +186,7 @@ def talk(
             conversation = _recorded(files, file, max_seconds, extra_decoding_seconds, fast)
         if url is None:
             sources = files.enter_context(ToolSources(wanted, client.say))
-            held = LoadOptions(compiled, speech_weights, kv_cache)
+            held = LoadOptions(compiled, speech_weights, kv_cache, arithmetic)
             url, api_key = here.start(
                 lambda: sources.fit_to(open_model(model, held)),
                 model=model,

@@ -14,13 +14,12 @@ import numpy as np
 
 from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import InputError
-from mlx_voicechat.gauges import memory, traffic
+from mlx_voicechat.gauges import plans, traffic
 from mlx_voicechat.gauges.memory import gigabytes
 from mlx_voicechat.options import LoadOptions
 from mlx_voicechat.sound.recordings import AudioReader
 from mlx_voicechat.voicechat import VoiceChat, load_opened
 from mlx_voicechat.weights.checkpoint import Checkpoint
-from mlx_voicechat.weights.precision import llm_is_float32
 from mlx_voicechat.weights.shards import some_of
 
 from .calibration import Recording
@@ -207,9 +206,8 @@ def _own(first: Run, second: Run) -> Own:
 
 def _size(name: str, opened: Checkpoint, bandwidth_gbps: float) -> Size:
     config, stored = opened.config, opened.stored
-    states = memory.States(config, llm_is_float32(stored))
-    requantise = memory.speech_plan(config, stored, None, states)
+    held = plans.hold(config, stored, LoadOptions())
     positions = round(FLOOR_SECONDS / config.frame_seconds)
-    moved = sum(traffic.traffic(config, stored, positions, requantise, states).values())
+    moved = sum(traffic.traffic(config, stored, positions, held.requantise, held.states).values())
     weights = sum(map(stored_bytes, stored.values()))
     return Size(name, weights, moved, traffic.milliseconds(moved, bandwidth_gbps))

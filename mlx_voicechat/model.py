@@ -29,9 +29,10 @@ from .frame import (
     Sound,
     State,
 )
-from .networks.codec import CodecState, replace_control_codes
+from .networks.codec import CodecState
 from .networks.rnnt import FirstChoice, GreedyDecoder
 from .networks.tree import Networks
+from .noise import draw_of
 from .text import Tokenizer, call_tokens, character_table
 from .weights import checkpoint, layout, text_table
 from .weights.precision import Requantisation
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from .gauges.profile import Profile
 
 BLOCK_FRAMES = 512  # frames of perception at once in the offline form
-CLEARED_FRAMES = 256  # kept buffers are let go so often: what grows with time never asks for the old sizes again
-PREFILL_CHUNK = 512  # prompt positions of the LLM at once
+# Prompt positions of the LLM at once; on a GPU few, so that other sessions wait for tens of milliseconds.
+PREFILL_CHUNK = 64 if mx.default_device().type == mx.gpu else 512
 KEPT_OPENINGS = 2  # a prompt's caches are hundreds of megabytes at full size
 
 
@@ -81,6 +82,7 @@ class Model:
         self._openings: OrderedDict[Hashable, State] = OrderedDict()
         self._between: dict[str, mx.array] = {}
         self.call_tokens = call_tokens(tokenizer)
+        self.draw = draw_of(config.tts)
         self._prepare(folder, say)
 
     @classmethod
@@ -103,7 +105,7 @@ class Model:
         characters = character_table(self.tokenizer)
         self.tts.use_text_rows(text_table.cached_rows(self.tts, config.tts.characters, characters, folder, say))
         self.codec.prepare()
-        self._silence = silence[None]
+        self._silence = silence[None].astype(mx.uint32)  # as codes that are chosen
         self._decode = self.codec.step
         mx.eval(self._silence, *self._voices.values())
 
@@ -126,6 +128,7 @@ class Model:
     def _compile_speech(self) -> None:
         self.tts.compile()
         self._decode = mx.compile(self.codec.step)
+        self.draw = mx.compile(draw_of(self.config.tts))
 
     def voice(self, name: str | None) -> mx.array:
         """Stored latents (1, P, W) of a voice, by default the config's speaker; InputError lists the names."""
@@ -178,6 +181,11 @@ class Model:
                 self._openings.popitem(last=False)
         return state.copy()
 
+    def forget_openings(self) -> None:
+        """Let go of what is kept of finished openings, and of the silence between frames."""
+        self._openings.clear()
+        self._between.clear()
+
     def _prompt_ids(self, prompt: str) -> list[int]:
         ids = [self.config.bos_id, *self.tokenizer.encode(prompt), self.config.eos_id]
         limit = self.config.llm.max_positions
@@ -189,7 +197,7 @@ class Model:
 
     def init_state(self, voice: mx.array, guidance_scale: float) -> State:
         """The state after the voice prompt, before position 0; lazy."""
-        pad = mx.array([self.config.pad_id])
+        pad = _one(self.config.pad_id)
         return State(
             perception=self.perception.init_state(),
             rnnt=self.rnnt.init_state(),
@@ -234,6 +242,7 @@ class Model:
         count = samples.shape[1] // self.config.frame_samples_in
         if count == 1:
             encoded, projected, state.perception = self._hear(samples, state.perception)
+            mx.async_eval(encoded, projected, state.perception)  # the device works while the rest is built
             return [Heard(encoded, projected)]
         encoded, projected, state.perception = self.perception.step(samples, state.perception)
         mx.eval(encoded, projected, state.perception)
@@ -268,10 +277,11 @@ class Model:
         hidden, state.language = self.language.step(fused, state.language)
         chosen = self.language.choose(hidden)
         state.text_id, state.function_id = self._overridden(*chosen, override)
+        mx.async_eval(first, state.text_id, state.function_id, state.language.arrays)
         stage("language", state.text_id, state.function_id, state.language.arrays)
         codes = self._silence
         if draws is not None:
-            spoken = state.text_id if override.spoken == NO_FORCE else mx.array([override.spoken])
+            spoken = state.text_id if override.spoken == NO_FORCE else _one(override.spoken)
             codes = self._speak(spoken, state, draws)
         asked = chosen[1] if override.calls == Calls.REFUSE else None
         frame = self._emit(codes, first, asked, state, stage)
@@ -284,7 +294,7 @@ class Model:
         stage("perception", heard, state.perception)
         first = self.rnnt.first(heard.encoded, state.rnnt)
         stage("rnnt", first)
-        codes = self._speak(mx.array([spoken]), state, draws)
+        codes = self._speak(_one(spoken), state, draws)
         frame = self._emit(codes, first, None, state, stage)
         return replace(frame, text_id=self.config.pad_id, function_id=self.config.pad_id)
 
@@ -295,7 +305,7 @@ class Model:
         of the last is BOS. Returns the function id of the last.
         """
         count = max(len(function_ids), 1)
-        pad = mx.array([self.config.pad_id])
+        pad = _one(self.config.pad_id)
         texts, functions = state.text_id[None], state.function_id[None]
         if count > 1:
             texts = mx.concatenate([texts, mx.broadcast_to(pad, (1, count - 1))], axis=1)
@@ -303,11 +313,11 @@ class Model:
             audio = mx.broadcast_to(audio, (1, count, audio.shape[-1]))
         hidden, state.language = self.language.step(self.language.fuse(texts, audio, functions), state.language)
         own = self.language.choose(hidden)[1]
-        state.text_id = mx.array([self.config.bos_id]) if opens else pad
+        state.text_id = _one(self.config.bos_id) if opens else pad
         state.function_id = mx.array(function_ids[-1:], own.dtype) if function_ids else own
-        values = self._read([state.function_id], state)
+        (chosen,) = self._read([state.function_id], state)
         self._advance(state, count)
-        return int(values[0])
+        return int(chosen[0])
 
     def late_sound(self, state: State) -> tuple[np.ndarray, tuple[int, ...]]:
         """Samples and codes of the last frame, where they are still to come."""
@@ -358,33 +368,29 @@ class Model:
     ) -> Frame:
         """Codes (1, Q) to samples, the evaluation of the whole frame, and the symbols that follow its first one."""
         stage("tts", codes, state.tts.arrays)
-        codes, samples, state.codec = self.sound(codes, state.codec)
-        extra = [] if asked is None else [asked]
-        values = self._read([samples, codes, *extra, state.text_id, state.function_id, first.ids], state)
+        samples, state.codec = self.sound(codes, state.codec)
+        outputs = [samples, codes, state.text_id, state.function_id, first.ids, *([] if asked is None else [asked])]
+        spoken, chosen, text, function, symbol, *refused = self._read(outputs, state)
         stage("codec")
-        symbols, state.rnnt = self.rnnt.finish(first, [int(values[-1])], state.rnnt)
+        symbols, state.rnnt = self.rnnt.finish(first, symbol.tolist(), state.rnnt)
         stage("rnnt")
-        spoken, quantizers = samples.shape[1], codes.shape[1]
         return Frame(
-            text_id=int(values[-3]),
-            function_id=int(values[-2]),
+            text_id=int(text[0]),
+            function_id=int(function[0]),
             symbols=tuple(symbols[0]),
-            samples=values[:spoken],
-            codes=tuple(values[spoken : spoken + quantizers].astype(int).tolist()),
-            refused=asked is not None and self.call_tokens is not None and int(values[-4]) == self.call_tokens.start,
+            samples=spoken[0],
+            codes=tuple(chosen[0].tolist()),
+            refused=bool(refused) and self.call_tokens is not None and int(refused[0][0]) == self.call_tokens.start,
         )
 
-    def sound(self, codes: mx.array, codec: CodecState) -> tuple[mx.array, mx.array, CodecState]:
-        """Codes (1, Q) as the TTS gave them -> codes without control ids, samples (1, 1764), state; lazy."""
-        codes = replace_control_codes(codes, self._silence, self.config.codec.codebook_size)
+    def sound(self, codes: mx.array, codec: CodecState) -> tuple[mx.array, CodecState]:
+        """Codes (1, Q) -> samples (1, 1764), state; lazy."""
         samples, codec = self._decode(codes[:, None], codec)
-        return codes, samples, codec
+        return samples, codec
 
     @staticmethod
     def _advance(state: State, positions: int) -> None:
-        before, state.position = state.position, state.position + positions
-        if before // CLEARED_FRAMES != state.position // CLEARED_FRAMES:
-            mx.clear_cache()
+        state.position += positions
 
     def _speak(self, text_id: mx.array, state: State, draws: Draws) -> mx.array:
         codes, state.tts = self.tts.step(text_id, state.tts, draws.uniform[None], draws.normal[None])
@@ -392,10 +398,15 @@ class Model:
         return codes
 
     @staticmethod
-    def _read(outputs: list[mx.array], state: State) -> np.ndarray:
-        """The frame's one evaluation: all state, and the outputs as one float32 vector (exact for ids, below 2^24)."""
-        packed = mx.concatenate([a.reshape(-1).astype(mx.float32) for a in outputs])
-        return np.array(mx.depends([packed], state.arrays)[0])
+    def _read(outputs: list[mx.array], state: State) -> list[np.ndarray]:
+        """The frame's one wait: for all state and the outputs, which are then copied from where they lie."""
+        mx.eval(outputs, state.arrays)
+        return [np.array(array) for array in outputs]
+
+
+def _one(token: int) -> mx.array:
+    """An id (1,) in the type of those that are chosen, so that no compiled function is traced again for it."""
+    return mx.array([token], mx.uint32)
 
 
 def _stages(profile: Profile | None) -> Callable[..., None]:

@@ -13,21 +13,40 @@ from .errors import InputError
 from .frame import Draws
 from .options import Noise
 
+Draw = Callable[[mx.array], tuple[mx.array, mx.array]]  # what `draw_of` makes, compiled or not
 
-def draws_from(config: TtsConfig, seed: int, noise: Noise | None) -> Callable[[int], Draws]:
-    """What gives the noise of a TTS step: the caller's, or drawn from the seed and the step alone."""
-    passes = len(config.pass_counts)
-    shapes = (passes, config.mog.num_predictions), (passes, config.latent_size)
+
+def draw_of(config: TtsConfig) -> Draw:
+    """What draws a step's noise from its two keys (2, 2): uniform (5, C) in [0, 1), normal (5, Z); can be compiled."""
+    shapes = _shapes(config)
+    return lambda keys: _drawn(keys, *shapes)
+
+
+def draws_from(config: TtsConfig, seed: int, noise: Noise | None, draw: Draw | None = None) -> Callable[[int], Draws]:
+    """What gives the noise of a TTS step: the caller's, or drawn from the seed and the step alone, lazily."""
+    drawn = draw or draw_of(config)
     if noise is None:
-        return lambda step: seeded_draws(seed, step, *shapes)
-    return lambda step: given_draws(noise, step, *shapes)
+        return lambda step: Draws(*drawn(step_keys(seed, step)))
+    return lambda step: given_draws(noise, step, *_shapes(config))
 
 
 def seeded_draws(seed: int, step: int, uniform: tuple[int, ...], normal: tuple[int, ...]) -> Draws:
     """Noise that depends on seed and step alone: uniform (5, C) in [0, 1) and normal (5, Z), lazy."""
-    words = np.random.SeedSequence([seed, step]).generate_state(4)
-    keys = mx.array(words.reshape(2, 2))
-    return Draws(mx.random.uniform(shape=uniform, key=keys[0]), mx.random.normal(shape=normal, key=keys[1]))
+    return Draws(*_drawn(step_keys(seed, step), uniform, normal))
+
+
+def _drawn(keys: mx.array, uniform: tuple[int, ...], normal: tuple[int, ...]) -> tuple[mx.array, mx.array]:
+    return mx.random.uniform(shape=uniform, key=keys[0]), mx.random.normal(shape=normal, key=keys[1])
+
+
+def step_keys(seed: int, step: int) -> mx.array:
+    """The keys (2, 2) of a step's two draws."""
+    return mx.array(np.random.SeedSequence([seed, step]).generate_state(4).reshape(2, 2))
+
+
+def _shapes(config: TtsConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+    passes = len(config.pass_counts)
+    return (passes, config.mog.num_predictions), (passes, config.latent_size)
 
 
 def given_draws(noise: Noise, step: int, uniform: tuple[int, ...], normal: tuple[int, ...]) -> Draws:

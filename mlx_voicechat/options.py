@@ -37,14 +37,28 @@ class LoadOptions:
 
     compile: bool | None = option(None, "Fuse kernels first; on a GPU only if absent.", show_default=False)
     speech_weights: str | None = option(
-        None, "How speech weights are held; else by memory.", (None, "f32", "q8"), show_default=False
+        None, "How speech weights are held; else by bandwidth and memory.", (None, "f32", "q8"), show_default=False
     )
-    kv_cache: str = option("f32", "How the speech generator's keys and values are held.", ("f32", "bf16"))
+    kv_cache: str | None = option(
+        None,
+        "How the speech generator's keys and values are held; else likewise.",
+        (None, "f32", "bf16"),
+        show_default=False,
+    )
+    arithmetic: str | None = option(
+        None,
+        "Of language model and encoder; bfloat16 on a GPU if absent.",
+        (None, "float32", "bfloat16"),
+        show_default=False,
+    )
+    sessions: int = option(1, "Conversations at once that all must keep up.", min=1)
 
     shard_llm: bool = option(False, "Under mlx.launch, share the LLM's blocks among all machines.")
 
     def __post_init__(self) -> None:
         _check_choices(self)
+        if not isinstance(self.sessions, int) or isinstance(self.sessions, bool) or self.sessions < 1:
+            raise InputError(f"sessions is {brief(self.sessions)}, expected an integer of at least 1.")
 
 
 @dataclass(frozen=True)

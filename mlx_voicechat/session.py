@@ -72,7 +72,7 @@ class Session:
         self._turn_open = False
         self._observers: list[Callable[[Frame], None]] = []
         self._sounds = Sounds(model.late, options.turns, model.late_sound)
-        self._draws = draws_from(config.tts, self.seed, options.noise)
+        self._draws = draws_from(config.tts, self.seed, options.noise, model.draw)
         self._channel = Channel(model, options)
         self._turns = Turns(
             Ids(config.bos_id, config.eos_id, config.pad_id),

@@ -32,14 +32,13 @@ from .frame import (
     kept,
     rows_for,
 )
-from .gauges import memory
+from .gauges import memory, plans
 from .model import BLOCK_FRAMES, Model
 from .networks.cache import filled
-from .networks.codec import replace_control_codes
 from .options import LoadOptions, SessionOptions, checked_number
 from .session import Session
 from .weights import checkpoint
-from .weights.precision import llm_is_float32
+from .weights.wired import wire
 
 CACHE_VARIABLE = "MLX_VOICECHAT_CACHE_MB"
 CACHE_PART, MAX_CACHE_BYTES = 16, 2**31
@@ -62,7 +61,9 @@ class Answer:
 
 
 class VoiceChat(Model):
-    """A loaded checkpoint: any number of sessions of one thread."""
+    """A loaded checkpoint: any number of sessions of one thread. `form`: how it is held, where `load` decided it."""
+
+    form: plans.Held | None = None
 
     def session(self, **options: Any) -> Session:
         """Open a conversation; `options` are those of `SessionOptions`. Raises InputError."""
@@ -124,7 +125,8 @@ class VoiceChat(Model):
         """Run every path of a frame once on this thread, so that no conversation waits for a kernel to compile.
 
         That is: a system prompt, silence, speech, a transcript symbol; the same for `sessions` that step together; then
-        the opening of a session without a prompt, which is kept. Raises what `session` raises for `voice`.
+        the very first frame of a session without a prompt, whose opening is kept. Raises what `session` raises for
+        `voice`.
         """
         session = self.session(system_prompt="Hello.", voice=voice)
         silence = np.zeros(self.config.frame_samples_in, np.float32)
@@ -146,8 +148,8 @@ class VoiceChat(Model):
             self.rnnt.finish(first, [0] * rows, state)
         if self.call_tokens is not None:
             self.between("silence")
-        self._openings.clear()
-        self.session(voice=voice)
+        self.forget_openings()
+        self.session(voice=voice).push(silence)
 
     def answer(self, audio: Any, rate_hz: int = 16000, extra_seconds: float = 0.0, **options: Any) -> Answer:
         """The offline form: a whole recording (S,), float mono, and `extra_seconds` of silence after it -> Answer.
@@ -268,7 +270,6 @@ def _speak(
     if some is not None:
         noise = [mx.stack(list(each)) for each in zip(*(each or some for each in draws), strict=True)]
         made = slab.step_tts(speaks, lambda tts: model.tts.step(spoken, tts, *noise))
-        made = replace_control_codes(made, model._silence, model.config.codec.codebook_size)
         codes = kept(made, codes.astype(made.dtype), speaks)
     samples, after = model._decode(codes[:, None], state.codec)
     state.codec = kept(after, state.codec, listens)
@@ -315,8 +316,8 @@ def load(
 ) -> VoiceChat:
     """Open a checkpoint: a folder, a hub id (from the cache or fetched) or `tiny`, the packaged demonstration.
 
-    `options` are those of `LoadOptions`: `compile`, `speech_weights`, `kv_cache`. `say` gets notices: the size of a
-    download, too little memory. Raises CheckpointError, HubError and InputError.
+    `options` are those of `LoadOptions`: `compile`, `speech_weights`, `kv_cache`, `arithmetic`, `sessions`. `say` gets
+    notices: the size of a download, too little memory. Raises CheckpointError, HubError and InputError.
     """
     chosen = LoadOptions(**options)
     if chosen.shard_llm:
@@ -333,15 +334,16 @@ def load_opened(
 ) -> VoiceChat:
     """`load` of a checkpoint that is open already; `name` is what it is called, `kind` what it becomes."""
     config, stored = opened.config, opened.stored
-    parameters = opened.parameters()
+    held = plans.hold(config, stored, options)
+    parameters = opened.parameters(held.plan.arithmetic)
     limit_buffer_cache()
-    states = memory.States(config, llm_is_float32(stored), options.kv_cache)
-    requantise = memory.speech_plan(config, stored, options.speech_weights, states)
-    warning = memory.shortfall(config, stored, memory.machine(), requantise, states)
+    warning = memory.shortfall(config, stored, memory.machine(), held.requantise, held.states)
     if warning is not None:
         say(warning)
-    loaded = kind(name, config, opened.tokenizer, parameters, say, requantise)
-    loaded.tts.cache_dtype = memory.KV_TYPES[options.kv_cache]
+    loaded = kind(name, config, opened.tokenizer, parameters, say, held.requantise)
+    loaded.form = held
+    wire(loaded)
+    loaded.tts.cache_dtype = memory.KV_TYPES[held.plan.kv_cache]
     on_gpu = mx.default_device().type == mx.gpu
     if (on_gpu if options.compile is None else options.compile) and not loaded.compile():
         say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")

@@ -12,7 +12,7 @@ from support.checkpoints import GOLDEN
 
 from mlx_voicechat.config import CodecConfig
 from mlx_voicechat.errors import InputError
-from mlx_voicechat.networks.codec import Codec, CodecState, replace_control_codes
+from mlx_voicechat.networks.codec import Codec, CodecState
 from mlx_voicechat.weights.config_file import read_config
 from mlx_voicechat.weights.layout import assemble
 
@@ -127,19 +127,6 @@ def test_offline_decode() -> None:
 def test_streamed_decode(piece: int) -> None:
     assert_near(streamed(golden(), mx.array(ORACLE["dec_codes"])[None], piece)[0], ORACLE["dec_stream_noflush"])
     assert_near(streamed(golden(), mx.array(EXPECTED["codes"])[None], piece)[0], EXPECTED["streamed"].reshape(-1))
-
-
-def test_control_codes_become_that_codebooks_silence() -> None:
-    codes = replace_control_codes(mx.array(ORACLE["ctrl_in"]), mx.array(ORACLE["silence_frame"]), 64)
-    np.testing.assert_array_equal(codes, ORACLE["ctrl_out"])
-
-
-def test_control_codes_are_replaced_in_any_integer_type_and_batch() -> None:
-    silence = mx.array([1, 2, 3], mx.int32)
-    codes = mx.array([[[0, 13, 12]], [[15, 4, 14]]], mx.uint32)
-    replaced = replace_control_codes(codes, silence, 13)
-    assert replaced.dtype == mx.uint32
-    assert replaced.tolist() == [[[0, 2, 12]], [[1, 4, 3]]]
 
 
 # Streaming

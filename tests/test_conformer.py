@@ -249,6 +249,7 @@ def test_step_leaves_its_state_alone() -> None:
 
 def test_narrow_and_quantised_weights_leave_the_stream_float32() -> None:
     perception = golden_unprepared("tiny-bf16")
+    perception.update(tree_map(lambda a: a.astype(mx.float32) if a.ndim == 1 else a, perception.parameters()))
     nn.quantize(
         perception,
         group_size=32,
@@ -265,6 +266,25 @@ def test_narrow_and_quantised_weights_leave_the_stream_float32() -> None:
     assert_close(one_by_one[0], np.array(encoded))
     assert_close(one_by_one[1], np.array(projected))
     np.testing.assert_allclose(np.array(encoded)[0], EXPECTED["encoded"][:40], atol=0.2)
+
+
+def test_bfloat16_throughout_but_for_the_samples() -> None:
+    """Norms in bfloat16 make the stream bfloat16; steps give what blocks of frames give, and both are near float32."""
+    perception = golden_unprepared("tiny-bf16")
+    perception.prepare()
+    audio = mx.array(EXPECTED["audio"])[None]
+    encoded, projected, state = perception.step(audio, perception.init_state())
+    assert encoded.dtype == projected.dtype == mx.bfloat16
+    assert state.mel.dtype == mx.float32
+    assert {a.dtype for a in leaves(state.encoder).values()} == {mx.bfloat16, mx.int32}
+
+    def step(samples: mx.array, state: PerceptionState) -> tuple[mx.array, mx.array, PerceptionState]:
+        encoded, projected, state = perception.step(samples, state)
+        return encoded.astype(mx.float32), projected.astype(mx.float32), state
+
+    one_by_one = streamed(perception, audio, [1], step)
+    np.testing.assert_allclose(one_by_one[0], np.array(encoded.astype(mx.float32)), atol=0.1)
+    np.testing.assert_allclose(np.array(encoded.astype(mx.float32))[0], EXPECTED["encoded"][:40], atol=0.2)
 
 
 def test_weights_alone_are_parameters() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_voicechat.cli.info import describe
 from mlx_voicechat.cli.main import run
-from mlx_voicechat.gauges import memory
+from mlx_voicechat.gauges import chips, memory
 from mlx_voicechat.gauges.memory import Machine
 from mlx_voicechat.weights.config_file import read_config
 from mlx_voicechat.weights.shards import verify
@@ -25,6 +25,8 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("info loads weights")
+
+    monkeypatch.setattr(chips, "bandwidth", lambda: chips.Bandwidth(100.0, ""))
 
     monkeypatch.setattr(mx, "load", fail)
     monkeypatch.setattr(mx, "eval", fail)

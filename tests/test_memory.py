@@ -13,10 +13,11 @@ import pytest
 
 from mlx_voicechat import assets
 from mlx_voicechat.cli import published
-from mlx_voicechat.gauges import memory
+from mlx_voicechat.gauges import memory, plans
 from mlx_voicechat.gauges.bench import networks_resident
 from mlx_voicechat.gauges.memory import Machine, announce
 from mlx_voicechat.networks.cache import KvCache
+from mlx_voicechat.options import LoadOptions
 from mlx_voicechat.voicechat import load
 from mlx_voicechat.weights import synthetic
 from mlx_voicechat.weights.config_file import parse_config, read_config
@@ -42,7 +43,7 @@ class Taken:
 def taken(folder: Path, speech_weights: str | None = None, frames: int = FRAMES) -> Taken:
     """Load a checkpoint and talk with it: what was announced, and what MLX then held."""
     config, stored = read_config(folder), verify(folder)
-    plan = memory.speech_plan(config, stored, speech_weights)
+    plan = plans.hold(config, stored, LoadOptions(speech_weights=speech_weights)).requantise
     gc.collect()
     before = mx.get_active_memory()
     model = load(folder, quiet, compile=False, speech_weights=speech_weights)  # type: ignore[arg-type]

@@ -169,7 +169,7 @@ def launches(session: Session) -> tuple[int, int]:
     session.push(np.zeros(12800, np.float32))
     with counting() as count:
         session.push(np.zeros(1280, np.float32))
-    return count.launches, count.evaluations
+    return count.launches, count.waits
 
 
 def test_what_turns_and_tools_add_to_a_frame(talking: VoiceChat) -> None:

@@ -62,7 +62,7 @@ def test_eight_bits_take_the_linear_layers_of_encoder_backbone_and_head() -> Non
     plain = {path for path, layer in modules.items() if isinstance(layer, nn.Linear)}
     assert sorted(name for path in packed for name in names(path)) == sorted(chosen)
     speech = ("stt_model.perception.", "tts_model.tts_model.")
-    assert all(path.startswith(speech) for path in packed)
+    assert all(path.startswith((*speech, "tts_model.audio_codec.")) for path in packed)
     assert {path.split("layers.")[0] for path in plain if path.startswith(speech)} == {
         f"{ENCODER}pre_encode.conv.3",
         f"{ENCODER}pre_encode.conv.6",
@@ -73,6 +73,9 @@ def test_eight_bits_take_the_linear_layers_of_encoder_backbone_and_head() -> Non
         *{f"tts_model.tts_model.{name}" for name in ("embed_code", "mog_head.proj_logs", "mog_head.proj_logits")},
         "tts_model.tts_model.mog_head.proj_else",  # these four are too small here
     }
+    codec = {path for path in packed if path.startswith("tts_model.audio_codec.")}
+    assert codec
+    assert all(".pwconv" in path for path in codec)
     for layer in packed.values():
         assert (layer.bits, layer.mode, layer["scales"].dtype, layer["biases"].dtype) == (
             8,
@@ -110,8 +113,10 @@ def test_group_sizes_and_shapes() -> None:
     assert settings(f"{ENCODER}layers.0.conv.pointwise_conv1.weight", (128, 64, 1)) == {"group_size": 64, "bits": 8}
     assert settings(f"{ENCODER}layers.0.conv.depthwise_conv.weight", (1024, 1, 32)) is None
     assert settings(f"{ENCODER}layers.0.conv.depthwise_conv.weight", (1024, 32, 1)) is None
+    assert settings("tts_model.audio_codec.decoder.layers.2.pwconv1.weight", (256, 64, 1)) is not None
     for other in (
         "tts_model.audio_codec.decoder.layers.9.weight",
+        "tts_model.audio_codec.encoder.layers.2.pwconv1.weight",
         "stt_model.rnnt_joint.enc.weight",
         "stt_model.x.weight",
     ):

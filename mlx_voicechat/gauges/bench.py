@@ -26,10 +26,10 @@ from ..options import LoadOptions
 from ..session import Session
 from ..voicechat import VoiceChat, load_opened
 from ..weights import checkpoint
-from ..weights.precision import llm_is_float32
 from . import memory, traffic
 from .company import company
 from .counting import Count, counting
+from .launches import gpu_launches, steady_state
 from .parts import timed
 from .profile import COLD_FRAMES, STAGES, FrameTiming, Profile
 from .sustained import sustained
@@ -92,11 +92,11 @@ def bench(
     """
     opened, loaded, loading = _load(model, options, say, load)
     config, stored, plan = opened.config, opened.stored, loaded.requantised
-    compiled = bool(options.compile) and loaded.compile()
+    noise = faint_noise(config)
+    gpu, compiled = _compile_and_count(loaded, bool(options.compile))
     if options.compile and not compiled:
         say("Frames are measured uncompiled: MLX found no C++ compiler here.")
 
-    noise = faint_noise(config)
     first_opening, counted = count_frame(loaded, noise, min(frames, SEARCHED_FRAMES))
     sub_stages = _time_parts(loaded, noise, min(frames, PART_FRAMES)) if parts else None
     gc.collect()
@@ -110,7 +110,8 @@ def bench(
 
     profile = _profile(session.profile)
     summary = profile.summary()
-    states = memory.States(config, llm_is_float32(stored), options.kv_cache)
+    assert loaded.form is not None
+    states = loaded.form.states
     figures = _memory(loading, memory.announce(config, stored, session.frames, requantise=plan, states=states))
     figures["resident"] = networks_resident(loaded, loading.bytes)
     figures["process"] |= {"first_frame_bytes": resident_at_start, "last_frame_bytes": resident()}
@@ -118,9 +119,11 @@ def bench(
     report: dict[str, Any] = {
         "model": loaded.name,
         "machine": describe_machine(compiled),
+        "held": loaded.form.plan._asdict(),
         **summary,
         "growth": growth(profile.frames),
         **_describe_counted(counted),
+        "gpu": gpu,
         "load_seconds": loading.seconds,
         "opening_seconds": {"first": first_opening, "again": opening},
         "memory": figures,
@@ -171,6 +174,16 @@ def count_frame(model: VoiceChat, noise: Iterator[np.ndarray], search: int = SEA
             session.push(next(noise))
         tried.append(Counted(count, len(seen) - 1, len(seen[-1].symbols)))
     return seconds, min(tried, key=lambda counted: counted.symbols)
+
+
+def _compile_and_count(model: VoiceChat, compiled: bool) -> tuple[dict[str, int], bool]:
+    """What a GPU starts in a frame, uncompiled and, if it was asked for and can be, compiled; and whether it is."""
+    state = steady_state(model)
+    gpu = {"launches": gpu_launches(model, state)}
+    if not compiled or not model.compile():
+        return gpu, False
+    gpu["launches_compiled"] = gpu_launches(model, state)
+    return gpu, model.compile()  # anew: what was counted must not run
 
 
 def growth(frames: list[FrameTiming]) -> dict[str, float] | None:
@@ -297,7 +310,7 @@ def _describe_counted(counted: Counted) -> dict[str, Any]:
     return {
         "primitives": count.primitives,
         "launches": count.launches,
-        "evaluations": count.evaluations,
+        "evaluations": count.waits,
         "counted_frame": {
             "index": counted.index,
             "symbols": counted.symbols,

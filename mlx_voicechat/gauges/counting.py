@@ -36,17 +36,31 @@ METHODS = (
 )
 CONSTRUCTORS = ("array", "asarray", "asanyarray", "ascontiguousarray", "asfortranarray", "frombuffer", "copyto")
 BUFFER = "buffer"  # how a read by numpy is named in `Count.reads`
-NODE = re.compile(r'label ="(\w+)", shape=rectangle')
+NODE = re.compile(r'(\d+) \[label ="(\w+)", shape=rectangle')
+INPUT = re.compile(r'^"\w+" -> (\d+)$', re.MULTILINE)
+JOINING = "Concatenate"  # a GPU starts a copy for each of its inputs
 
 Note = Callable[..., None]
 
 
 @dataclass
 class Count:
-    """`operations` counts primitives by name, `reads` the host's reads and waits by what did them."""
+    """`operations` counts primitives by name, `reads` the host's reads and waits by what did them.
+
+    `copies`: arrays that concatenations join, all of them together. `waits`: how often the host may have waited; what
+    only starts work is none, and a read of what was waited for before is neither that nor in `reads`.
+    """
 
     operations: Counter[str] = field(default_factory=Counter)
     reads: Counter[str] = field(default_factory=Counter)
+    copies: int = 0
+    waits: int = 0
+
+    def add(self, drawing: str) -> None:
+        """Count the graph that `mx.export_to_dot` drew."""
+        nodes = dict(NODE.findall(drawing))
+        self.operations.update(nodes.values())
+        self.copies += sum(nodes[node] == JOINING for node in INPUT.findall(drawing) if node in nodes)
 
     @property
     def primitives(self) -> int:
@@ -54,12 +68,13 @@ class Count:
 
     @property
     def launches(self) -> int:
-        """Primitives without the views: what a GPU has to start."""
-        return sum(count for name, count in self.operations.items() if name not in VIEWS)
+        """Primitives without the views, a concatenation once for each array that it joins: what a GPU has to start."""
+        plain = sum(count for name, count in self.operations.items() if name not in VIEWS and name != JOINING)
+        return plain + self.copies
 
     @property
     def evaluations(self) -> int:
-        """Forced evaluations and host reads, of arrays that were evaluated before as well."""
+        """Forced evaluations, of arrays that were evaluated before as well, and host reads of others."""
         return self.reads.total()
 
 
@@ -70,11 +85,19 @@ def counting() -> Iterator[Count]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as undo:
         drawing = Path(folder) / "graph.dot"
 
+        settled: dict[int, mx.array] = {}  # what was waited for, by id, kept so that no other array gets the id
+
         def note(how: str, *values: Any) -> None:
+            arrays = _arrays(values)
+            if how not in FUNCTIONS and all(id(array) in settled for array in arrays):
+                return
             count.reads[how] += 1
-            if arrays := _arrays(values):
+            if how != "async_eval":
+                count.waits += 1
+                settled.update((id(array), array) for array in arrays)
+            if arrays:
                 mx.export_to_dot(str(drawing), *arrays)
-                count.operations.update(NODE.findall(drawing.read_text(encoding="utf-8")))
+                count.add(drawing.read_text(encoding="utf-8"))
 
         for name in FUNCTIONS:
             _replace(undo, mx, name, note)

@@ -23,9 +23,8 @@ from ..networks.duplex_lm import LlmState
 from ..networks.ear_tts import TtsState
 from ..networks.rnnt import GreedyDecoder
 from ..networks.tree import Networks
-from ..options import LoadOptions
 from ..weights import layout
-from ..weights.precision import LONG_SECONDS, Requantisation, fits, llm_is_float32, plan, resident_bytes
+from ..weights.precision import Requantisation, Types, llm_is_float32, resident_bytes, types
 from ..weights.shards import Stored
 
 WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
@@ -79,14 +78,13 @@ def announce(
 ) -> Announced:
     """What the checkpoint with these headers takes, with one conversation of `frames` frames after a system prompt.
 
-    `requantise`: the layers that loading quantises, as in `load` (`speech_plan`). `states`: what a conversation keeps,
-    for who has asked before or wants narrower caches.
+    `requantise`: the layers that loading quantises (`precision.plan`). `states`: what a conversation keeps and the
+    networks compute in, for who has asked before or wants narrower ones.
     """
-    weights, float32_llm = dict.fromkeys(layout.NETWORKS, 0), llm_is_float32(stored)
+    weights, states = dict.fromkeys(layout.NETWORKS, 0), states or States(config, types(stored))
     for name, tensor in stored.items():
         if (network := layout.network(name)) is not None:  # others are a fault that loading reports
-            weights[network] += resident(name, tensor, requantise, float32_llm)
-    states = states or States(config, float32_llm)
+            weights[network] += resident(name, tensor, requantise, *states.types)
     opening = states.session(0, prompt_tokens)
     return Announced(
         weights=weights,
@@ -98,23 +96,22 @@ def announce(
     )
 
 
-def speech_plan(
-    config: ModelConfig, stored: Mapping[str, Stored], choice: str | None, states: States | None = None
-) -> Requantisation:
-    """The layers that `load` quantises for `choice` (f32, q8 or None) on this machine; raises InputError."""
-    if choice is not None:
-        return plan(stored, choice)
-    needed = announce(config, stored, round(LONG_SECONDS / config.frame_seconds), states=states).total
-    return plan(stored, None, fits(needed, machine().total))
-
-
-def resident(name: str, tensor: Stored, requantise: Requantisation = AS_STORED, float32_llm: bool = False) -> int:
+def resident(
+    name: str,
+    tensor: Stored,
+    requantise: Requantisation = AS_STORED,
+    float32_llm: bool = False,
+    narrow: bool = False,
+) -> int:
     """Bytes that a tensor takes once it is loaded: 0 if no conversation needs it (see `checkpoint.settle`)."""
     left_out = layout.OPTIONAL.search(name) and not name.startswith(layout.VOICE_PREFIX)
     if left_out or layout.is_unused(name) or layout.is_added(name):
         return 0
+    halved = narrow and layout.is_narrowed(name)
     if name in requantise:
-        return resident_bytes(tensor, requantise[name])
+        return resident_bytes(tensor, requantise[name], FLOAT // 2 if halved else FLOAT)
+    if halved and tensor.dtype in (*FLOATING, "F64"):
+        return math.prod(tensor.shape) * 2
     four = tensor.dtype in NARROWED or (tensor.dtype in FLOATING and layout.is_widened(name, float32_llm))
     return math.prod(tensor.shape) * (4 if four else WIDTHS.get(tensor.dtype, 1))
 
@@ -125,7 +122,7 @@ def constants(config: ModelConfig) -> int:
     window = encoder.left_frames + 1
     perception = mel.features * (mel.n_fft // 2 + 1) + mel.n_fft
     perception += encoder.n_layers * ((encoder.d_model + encoder.n_heads) * window)
-    perception += encoder.n_layers * encoder.d_model * (encoder.conv_kernel_size + 1)
+    perception += encoder.n_layers * encoder.d_model * encoder.conv_kernel_size
     language = llm.conv_dim * (llm.conv_kernel + 1) + llm.mamba_inner + 3 * llm.mamba_num_heads
     speech = tts.num_quantizers * tts.codebook_size
     speech += tts.num_hidden_layers * (tts.num_attention_heads + tts.num_key_value_heads) * tts.head_dim
@@ -136,19 +133,19 @@ def constants(config: ModelConfig) -> int:
 class States:
     """What a conversation keeps, asked of the networks: their states, built lazily, so that nothing is allocated."""
 
-    def __init__(self, config: ModelConfig, float32_llm: bool, kv_cache: str = LoadOptions.kv_cache) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, types: Types, kv_cache: str = "f32") -> None:
+        self.config, self.types = config, types
         tree = Networks(config)
         self.language, self.tts = tree.stt_model, tree.tts_model.tts_model
         self.rnnt = GreedyDecoder(self.language.rnnt_decoder, self.language.rnnt_joint, config.rnnt)
         norm = self.language.llm.norm_f
-        norm.weight = norm.weight.astype(mx.float32 if float32_llm else mx.bfloat16)
+        norm.weight = norm.weight.astype(mx.float32 if types.float32_llm else mx.bfloat16)
         self.tts.cache_dtype = KV_TYPES[kv_cache]
 
     def session(self, frames: int, prompt_tokens: int = 0) -> dict[str, int]:
         """Bytes after so many frames, by network. Views count with the buffer that they keep."""
         return {
-            "perception": FLOAT * _perception_buffers(self.config),
+            "perception": _perception_bytes(self.config, FLOAT // 2 if self.types.narrow else FLOAT),
             "rnnt": _bytes(self.rnnt.init_state()),
             "language": _bytes(self.language_state(prompt_tokens + frames).arrays),
             "tts": _bytes(self.tts_state(max(0, prompt_tokens + frames - 1)).arrays),
@@ -168,15 +165,16 @@ class States:
         return state
 
 
-def _perception_buffers(config: ModelConfig) -> int:
-    """Numbers in what the state's views are cut from, which holds a frame more: no state tells it."""
+def _perception_bytes(config: ModelConfig, width: int) -> int:
+    """Of what the state's views are cut from, which holds a frame more: no state tells it. `width`: the encoder's."""
     mel, encoder = config.mel, config.encoder
-    numbers = 2 * config.frame_samples_in - mel.hop_samples + mel.n_fft // 2 + 1
-    bins, channels, rows = encoder.features, 1, encoder.subsampling_factor
+    samples = 2 * config.frame_samples_in - mel.hop_samples + mel.n_fft // 2 + 1
+    bins, channels, rows, numbers = encoder.features, 1, encoder.subsampling_factor, 0
     while rows > 1:
         numbers += rows * bins * channels
         bins, channels, rows = bins // 2 + 1, encoder.subsampling_channels, rows // 2
-    return numbers + encoder.n_layers * encoder.d_model * (2 * encoder.left_frames + 2 + encoder.conv_kernel_size)
+    numbers += encoder.n_layers * encoder.d_model * (2 * encoder.left_frames + 2 + encoder.conv_kernel_size - 1)
+    return FLOAT * samples + width * numbers
 
 
 def _codec_buffers(config: ModelConfig) -> int:
@@ -248,7 +246,7 @@ def _saved(config: ModelConfig, stored: Mapping[str, Stored], bits: int, frames:
         parts = (name, name.replace(".weight", ".scales"), name.replace(".weight", ".biases"))
         now += sum(resident(part, stored[part], float32_llm=float32_llm) for part in parts if part in stored)
     elements = sum(math.prod(shapes[name]) for name in matrices)
-    for sign, states in ((1, States(config, float32_llm)), (-1, States(config, float32_llm=True))):
+    for sign, states in ((1, States(config, Types(float32_llm))), (-1, States(config, Types(float32_llm=True)))):
         now += sign * sum(_bytes(states.language_state(count).arrays) for count in (0, frames))  # opening, conversation
     return now - elements * bits // 8 - elements // GROUP_SIZE * GROUP_BYTES
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from ..config import ModelConfig
 from ..networks.cache import KvCache
 from ..weights import layout
-from ..weights.precision import Requantisation, llm_is_float32
+from ..weights.precision import Requantisation, types
 from ..weights.shards import Stored
 from .memory import AS_STORED, FLOAT, States, machine, resident
 
@@ -40,8 +40,8 @@ def traffic(
     states: States | None = None,
 ) -> dict[str, int]:
     """Bytes a frame by stage, after `positions` positions of the timeline; the options are `memory.announce`'s."""
-    float32_llm = llm_is_float32(stored)
-    sizes = {name: resident(name, tensor, requantise, float32_llm) for name, tensor in stored.items()}
+    states = states or States(config, types(stored))
+    sizes = {name: resident(name, tensor, requantise, *states.types) for name, tensor in stored.items()}
 
     def of(network: str, pattern: re.Pattern[str]) -> int:
         names = (name for name in sizes if layout.network(name) == network)
@@ -49,9 +49,9 @@ def traffic(
 
     moved = {stage: of(stage, pattern) for stage, pattern in ONCE.items()}
     encoder, tts, codec = config.encoder, config.tts, config.codec
-    states = states or States(config, float32_llm)
     language, speech = states.language_state(positions), states.tts_state(positions)
-    moved["perception"] += FLOAT * encoder.n_layers * encoder.d_model * (3 * encoder.left_frames + 1)
+    width = FLOAT // 2 if states.types.narrow else FLOAT
+    moved["perception"] += width * encoder.n_layers * encoder.d_model * (3 * encoder.left_frames + 1)
     moved["language"] += 2 * of("language", EMBEDDING) // config.llm.vocab_size
     moved["language"] += 2 * sum(state.ssm.nbytes for state in language.mamba)
     moved["language"] += sum(_read_bytes(cache, positions) for cache in language.caches)

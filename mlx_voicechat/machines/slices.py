@@ -19,7 +19,7 @@ from ..config import LlmConfig, ModelConfig
 from ..errors import InputError
 from ..weights import layout
 from ..weights.checkpoint import Checkpoint, Parameters
-from ..weights.precision import llm_is_float32
+from ..weights.precision import types
 from ..weights.shards import Stored
 
 MIXER = re.compile(r"\.llm\.layers\.(\d+)\.mixer\.(.+)$")
@@ -142,14 +142,14 @@ class SharedCheckpoint(Checkpoint):
         opens = (opened.folder, opened.raw, opened.stored, config, opened.base)
         return cls(*opens, whole=whole, share=share)
 
-    def parameters(self) -> Parameters:
+    def parameters(self, arithmetic: str = "float32") -> Parameters:
         """See `Checkpoint.parameters`."""
-        found, wide = super().parameters(), llm_is_float32(self.stored)
+        found, kinds = super().parameters(arithmetic), types(self.stored, arithmetic)
         for name, stored in self.stored.items():
             part = part_of(name, self.whole, self.share)
             if part is not None:
                 read = self._read_part(name, stored, part)
-                found[name] = layout.cast(name, read, wide)
+                found[name] = layout.cast(name, read, *kinds)
             elif name.endswith(".bias") and MIXER.search(name) and self.share.rank > 0:
                 found[name] = mx.zeros_like(found[name])  # the sum over the ranks has it once
         return found

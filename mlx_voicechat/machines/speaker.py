@@ -12,7 +12,6 @@ import mlx.core as mx
 
 from ..errors import MachineLostError
 from ..frame import Draws, leaves
-from ..model import CLEARED_FRAMES
 from ..networks.codec import CodecState
 from ..networks.ear_tts import TtsState
 from ..noise import seeded_draws
@@ -99,13 +98,10 @@ class Speaker(VoiceChat):
         size = self.answer_size - 2
         sound = mx.zeros((size,))
         if message.kind == Kind.FRAME:
-            codes, samples, voice.codec = self.sound(codes, voice.codec)
+            samples, voice.codec = self.sound(codes, voice.codec)
             sound = mx.concatenate([codes.reshape(-1).astype(mx.float32), samples.reshape(-1)])
         answer = mx.concatenate([mx.array([DONE, message.number]), sound])
         mx.eval(answer, voice.tts.arrays, leaves(voice.codec))
-        self._frames += 1
-        if self._frames % CLEARED_FRAMES == 0:
-            mx.clear_cache()
         return answer
 
     def _draws(self, message: Message, voice: Voice) -> Draws:

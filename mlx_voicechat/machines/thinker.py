@@ -18,7 +18,7 @@ from ..networks.rnnt import FirstChoice
 from ..voicechat import VoiceChat
 from .messages import NO_STEP, Kind, Message, send
 from .ring import Wire
-from .speaker import FAILED, answer_size, noise_shapes
+from .speaker import FAILED, answer_size
 
 MOST_OWED = 8  # answers of all conversations together that are not fetched yet: what the connection holds for sure
 PROMPT_AHEAD = 2  # steps of a prompt that the speaking rank may be behind
@@ -201,26 +201,25 @@ class Thinker(VoiceChat):
         before = self.late_sound(state) if behind else (np.zeros(self.config.frame_samples_out, np.float32), ())
         stage("tts")
         stage("codec")
-        symbols, state.rnnt = self.rnnt.finish(first, [int(values[-1])], state.rnnt)
+        symbols, state.rnnt = self.rnnt.finish(first, values[-1].tolist(), state.rnnt)
         stage("rnnt")
         start = None if self.call_tokens is None else self.call_tokens.start
         return Frame(
-            text_id=int(values[-3]),
-            function_id=int(values[-2]),
+            text_id=int(values[-3][0]),
+            function_id=int(values[-2][0]),
             symbols=tuple(symbols[0]),
             samples=before[0],
             codes=before[1],
-            refused=asked is not None and start is not None and int(values[-4]) == start,
+            refused=asked is not None and start is not None and int(values[-4][0]) == start,
         )
 
-    def _ask(self, voice: RemoteVoice, speaks: bool, values: np.ndarray, state: State) -> None:
+    def _ask(self, voice: RemoteVoice, speaks: bool, values: list[np.ndarray], state: State) -> None:
         if not speaks:
             self._line.speak(voice, Kind.FRAME, 0, NO_STEP, b"")
             return
-        shapes = noise_shapes(self)
-        size = 0 if voice.seeded else sum(rows * columns for rows, columns in shapes)
-        noise = values[:size].astype(np.float32).tobytes()
-        self._line.speak(voice, Kind.FRAME, int(values[size]), state.steps - 1, noise)
+        *noise, token = values[: 1 if voice.seeded else 3]
+        payload = b"".join(each.astype(np.float32).tobytes() for each in noise)
+        self._line.speak(voice, Kind.FRAME, int(token[0]), state.steps - 1, payload)
 
 
 def remote(state: State) -> RemoteVoice:

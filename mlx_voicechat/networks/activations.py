@@ -38,6 +38,6 @@ def gelu(x: mx.array) -> mx.array:
 
 
 def gated_gelu(gate: mx.array, up: mx.array) -> mx.array:
-    """`gelu(gate) * up` with the tanh approximation of the TTS."""
-    inner = gate * (1 + 0.044715 * gate * gate)
-    return gate * (0.5 + 0.5 * mx.tanh(math.sqrt(2 / math.pi) * inner)) * up
+    """`gelu(gate) * up` with the tanh approximation of the TTS; (1 + tanh x) / 2 is written as sigmoid(2 x)."""
+    scale = 2 * math.sqrt(2 / math.pi)
+    return gate * mx.sigmoid(gate * (scale + 0.044715 * scale * mx.square(gate))) * up

@@ -17,7 +17,7 @@ def taps_of(weight: mx.array) -> list[mx.array]:
 
 
 def causal_conv(
-    x: mx.array, past: Sequence[mx.array], taps: Sequence[mx.array], bias: mx.array
+    x: mx.array, past: Sequence[mx.array], taps: Sequence[mx.array], bias: mx.array | None = None
 ) -> tuple[mx.array, tuple[mx.array, ...]]:
     """x (B, T, C) and what came before it -> (B, T, C), and the past of the next call.
 
@@ -33,9 +33,10 @@ def causal_conv(
         joint = mx.concatenate([*past, x], axis=1)
         window = [joint[:, tap : tap + length] for tap in range(kept + 1)]
         after = _apart(joint, kept) if apart else (joint[:, length:],)
-    y = bias
-    for tap, rows in zip(taps, window, strict=True):
-        y = y + tap * rows
+    first, *rest = (tap * rows for tap, rows in zip(taps, window, strict=True))
+    y = first if bias is None else bias + first
+    for term in rest:
+        y = y + term
     return y, after
 
 

@@ -218,12 +218,12 @@ class Codebooks(nn.Module):
         self._table = mx.stack([book.astype(mx.float32) for book in self.mus_list])
         mx.eval(self._table)
         self.mus_list = list(self._table)
-        self._rows = mx.arange(len(self.mus_list), dtype=mx.int32)
+        self._rows = mx.arange(len(self.mus_list), dtype=mx.uint32)
         return [self._table, *self.mus_list, self._rows]
 
     def lookup(self, codes: mx.array) -> mx.array:
         """codes (B, T, Q) below K -> latents (B, T, Z), the sum over the codebooks."""
-        return self._table[self._rows.astype(codes.dtype), codes].sum(axis=2)
+        return self._table[self._rows, codes.astype(mx.uint32)].sum(axis=2)
 
     def nearest(self, latents: mx.array) -> mx.array:
         """latents (B, T, Z) -> codes (B, T, Q) int32: each codebook's nearest row to what is left."""
@@ -307,11 +307,3 @@ class Codec(nn.Module):
         if codes.shape[1] > 1:  # views of one frame are small; those of many would keep large buffers alive
             blocks, last = tuple(mx.contiguous(part) for part in blocks), mx.contiguous(last)
         return samples, CodecState(blocks, last)
-
-
-def replace_control_codes(codes: mx.array, silence: mx.array, codebook_size: int) -> mx.array:
-    """codes (..., Q), silence (Q,) -> codes whose control ids (K and above) are that codebook's silence code.
-
-    Source: NeMo `DuplexEARTTS` (`replace_control_speech_codes`).
-    """
-    return mx.where(codes >= codebook_size, silence.astype(codes.dtype), codes)

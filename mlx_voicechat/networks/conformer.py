@@ -6,6 +6,7 @@ Whole signals and steps run the same blocks; a step of one frame has a fixed sha
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ import numpy as np
 
 from ..config import ENCODER_NORM_EPS, ENCODER_POSITION_BASE, EncoderConfig, MelConfig
 from .activations import relu, silu
+from .causal_conv import causal_conv, taps_of
 from .linear import Linear, add_product, prepare_linears
 from .mel import LogMel
 
@@ -24,12 +26,12 @@ BEFORE, AFTER = KERNEL - 1, STRIDE - 1
 
 
 class EncoderState(NamedTuple):
-    """What the encoder keeps of the past; n_layers = N, heads x head_dim = D, L = left frames."""
+    """What the encoder keeps of the past, in the type it computes in; heads x head_dim = D, L = left frames."""
 
     seen: mx.array  # (B,) frames so far
     rows: tuple[mx.array, ...]  # per strided convolution its last input row (B, 1, frequency, channels)
     keys_values: tuple[mx.array, ...]  # per block (B, L, 2 D), oldest first
-    tails: mx.array  # (B, N, kernel - 1, D) what past inputs of the depthwise convolutions add to coming outputs
+    past: tuple[tuple[mx.array, ...], ...]  # per block the convolution's last kernel - 1 inputs (B, 1, D), oldest first
 
 
 class PerceptionState(NamedTuple):
@@ -74,10 +76,10 @@ class PreEncode(nn.Module):
         self._ramp = mx.arange(self.factor)
         mx.eval(self._ramp)
 
-    def init_state(self, batch: int) -> tuple[mx.array, ...]:
+    def init_state(self, batch: int, dtype: mx.Dtype) -> tuple[mx.array, ...]:
         rows, bins, channels = [], self.features, 1
         for _ in range(self.stages):
-            rows.append(mx.zeros((batch, 1, bins, channels)))
+            rows.append(mx.zeros((batch, 1, bins, channels), dtype))
             bins, channels = bins // STRIDE + 1, self.channels
         return tuple(rows)
 
@@ -147,14 +149,15 @@ class RelativeAttention(nn.Module):
         self.pos_bias_u = mx.zeros((self.heads, self.head_dim))
         self.pos_bias_v = mx.zeros((self.heads, self.head_dim))
 
-    def prepare(self, table: mx.array) -> mx.array:
-        """Distances' sinusoids (L + 1, D), furthest first -> position bias (heads, 1, L + 1)."""
+    def prepare(self, table: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
+        """Distances' sinusoids (L + 1, D), furthest first -> position bias (heads, 1, L + 1); constants in `dtype`."""
         u, v = self.pos_bias_u.astype(mx.float32), self.pos_bias_v.astype(mx.float32)
         positions = self.linear_pos(table).astype(mx.float32) * self.scale
-        self._positions = mx.contiguous(positions.reshape(-1, self.heads, self.head_dim).transpose(1, 2, 0))
-        self._content_bias = mx.pad(u.reshape(1, -1), [(0, 0), (0, 2 * u.size)])  # (1, 3 D): to the queries alone
+        positions = mx.contiguous(positions.reshape(-1, self.heads, self.head_dim).transpose(1, 2, 0))
+        self._positions = positions.astype(dtype)
+        self._content_bias = mx.pad(u.reshape(1, -1), [(0, 0), (0, 2 * u.size)]).astype(dtype)  # to the queries alone
         mx.eval(self._positions, self._content_bias)
-        return (v - u)[:, None] @ self._positions
+        return ((v - u)[:, None] @ positions).astype(dtype)
 
     def __call__(self, x: mx.array, keys_values: mx.array, bias: mx.array) -> tuple[mx.array, mx.array]:
         """x (B n, D), past (B, L, 2 D), bias (B, heads, n, L + 1) -> (B n, D), past."""
@@ -208,25 +211,21 @@ class Convolution(nn.Module):
         self.pointwise_conv2 = Linear(width, width, bias=False)
 
     def prepare(self) -> None:
-        weight = self.depthwise_conv.weight.astype(mx.float32)  # (D, kernel, 1)
-        self._weight, self._taps = weight, mx.contiguous(weight[:, ::-1, 0].T)
-        mx.eval(self._weight, self._taps)
+        self._taps = taps_of(self.depthwise_conv.weight)
+        mx.eval(self._taps)
 
-    def __call__(self, x: mx.array, normed: mx.array, tail: mx.array) -> tuple[mx.array, mx.array]:
-        """x and a normed x (B n, D), tail (B, n + kernel - 1, D) -> (B n, D), tail (B, kernel - 1, D).
+    def __call__(
+        self, x: mx.array, normed: mx.array, past: Sequence[mx.array]
+    ) -> tuple[mx.array, tuple[mx.array, ...]]:
+        """x and a normed x (B n, D), the last kernel - 1 inputs (B, 1, D) -> (B n, D), those of the next call.
 
-        Overlap-add: each input adds to its own output and to the kernel - 1 after it, which wait in the tail.
+        Sums in float32.
         """
-        batch, steps, width = tail.shape[0], tail.shape[1] - self.kernel + 1, x.shape[-1]
-        value, gate = mx.split(self.pointwise_conv1(normed).reshape(batch, steps, -1), 2, axis=-1)
-        if steps == 1:
-            spread = value * self._taps * mx.sigmoid(gate)
-        else:
-            padding = self.kernel - 1
-            spread = mx.conv1d(value * mx.sigmoid(gate), self._weight, padding=padding, groups=width)
-        sums = spread + tail
-        mixed = silu(self.batch_norm(sums[:, :steps].reshape(x.shape)))
-        return add_product(x, self.pointwise_conv2, mixed), sums[:, steps:]
+        batch = past[0].shape[0]
+        value, gate = mx.split(self.pointwise_conv1(normed).reshape(batch, -1, 2 * x.shape[-1]), 2, axis=-1)
+        mixed, past = causal_conv(value * mx.sigmoid(gate), past, self._taps)
+        mixed = silu(self.batch_norm(mixed.reshape(x.shape))).astype(x.dtype)
+        return add_product(x, self.pointwise_conv2, mixed), past
 
 
 class ConformerLayer(nn.Module):
@@ -242,19 +241,19 @@ class ConformerLayer(nn.Module):
         self.feed_forward2 = FeedForward(config)
 
     def __call__(
-        self, x: mx.array, keys_values: mx.array, tail: mx.array, bias: mx.array
-    ) -> tuple[mx.array, mx.array, mx.array]:
+        self, x: mx.array, keys_values: mx.array, past: Sequence[mx.array], bias: mx.array
+    ) -> tuple[mx.array, mx.array, tuple[mx.array, ...]]:
         """(B n, D) and this block's state -> (B n, D) and the state after it."""
         x = self.feed_forward1(x, self.norm_feed_forward1(x))
         mixed, keys_values = self.self_attn.mix(self.norm_self_att(x), keys_values, bias)
         x = add_product(x, self.self_attn.linear_out, mixed)
-        x, tail = self.conv(x, self.norm_conv(x), tail)
+        x, after = self.conv(x, self.norm_conv(x), past)
         x = self.feed_forward2(x, self.norm_feed_forward2(x))
-        return self.norm_out(x), keys_values, tail
+        return self.norm_out(x), keys_values, after
 
 
 class ConformerEncoder(nn.Module):
-    """Log-mel rows to encoder frames of width D."""
+    """Log-mel rows to encoder frames of width D, in the type of its norms (`precision.Types`); rows come in float32."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -262,51 +261,55 @@ class ConformerEncoder(nn.Module):
         self.pre_encode = PreEncode(config)
         self.layers = [ConformerLayer(config) for _ in range(config.n_layers)]
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        """What the encoder computes in."""
+        return self.layers[0].norm_out.weight.dtype
+
     def prepare(self) -> None:
         """Everything that follows from weights and config alone, once."""
         self.pre_encode.prepare()
         table = _sinusoids(self._config.left_frames, self._config.d_model)
         for layer in self.layers:
             layer.conv.prepare()
-        self._position_bias = mx.concatenate([layer.self_attn.prepare(table) for layer in self.layers])
+        self._position_bias = mx.concatenate([layer.self_attn.prepare(table, self.dtype) for layer in self.layers])
         self._slots = mx.arange(self._config.left_frames + 1)
         mx.eval(self._position_bias, self._slots)
 
     def init_state(self, batch: int = 1) -> EncoderState:
-        c = self._config
+        c, dtype = self._config, self.dtype
+        kept = range(c.conv_kernel_size - 1)
         return EncoderState(
             seen=mx.zeros((batch,), mx.int32),
-            rows=self.pre_encode.init_state(batch),
-            keys_values=tuple(mx.zeros((batch, c.left_frames, 2 * c.d_model)) for _ in self.layers),
-            tails=mx.zeros((batch, c.n_layers, c.conv_kernel_size - 1, c.d_model)),
+            rows=self.pre_encode.init_state(batch, dtype),
+            keys_values=tuple(mx.zeros((batch, c.left_frames, 2 * c.d_model), dtype) for _ in self.layers),
+            past=tuple(tuple(mx.zeros((batch, 1, c.d_model), dtype) for _ in kept) for _ in self.layers),
         )
 
     def step(self, mel: mx.array, state: EncoderState) -> tuple[mx.array, EncoderState]:
         """Rows (B, 8 n, F) -> (B, n, D), state; of a first push only row 7 and those after it are looked at."""
-        x, rows = self.pre_encode.step(mel, state.rows, state.seen)
+        x, rows = self.pre_encode.step(mel.astype(self.dtype), state.rows, state.seen)
         return self._blocks(x, state._replace(rows=rows))
 
     def whole(self, mel: mx.array) -> mx.array:
         """All rows (B, T, F) -> (B, T', D); T = 8 n - 7 gives n complete frames, otherwise the last lacks rows."""
-        return self._blocks(self.pre_encode.whole(mel), self.init_state(mel.shape[0]))[0]
+        return self._blocks(self.pre_encode.whole(mel.astype(self.dtype)), self.init_state(mel.shape[0]))[0]
 
     def _blocks(self, x: mx.array, state: EncoderState) -> tuple[mx.array, EncoderState]:
         """(B, n, D) through all blocks, as rows (B n, D). What they share is computed for all of them at once."""
-        batch, steps, width = x.shape
+        steps, width = x.shape[1:]
         left, layers = self._config.left_frames, len(self.layers)
         slots = self._slots if steps == 1 else self._slots + mx.arange(steps)[:, None]
         known = slots >= left - state.seen[:, None, None, None]
         biases = mx.split(mx.where(known, self._position_bias, -math.inf), layers, axis=1)  # (B, heads, n, left + 1)
-        tails = mx.pad(state.tails, [(0, 0), (0, 0), (0, steps), (0, 0)])
-        waiting = mx.split(tails.reshape(batch, -1, width), layers, axis=1)  # (B, n + kernel - 1, D)
-        new_keys_values, new_tails = [], []
+        new_keys_values, new_past = [], []
         rows = x.reshape(-1, width)
-        for layer, past, tail, bias in zip(self.layers, state.keys_values, waiting, biases, strict=True):
-            rows, keys_values, tail = layer(rows, past, tail, bias)
+        for layer, old, kept, bias in zip(self.layers, state.keys_values, state.past, biases, strict=True):
+            rows, keys_values, past = layer(rows, old, kept, bias)
             new_keys_values.append(keys_values)
-            new_tails.append(tail)
-        tails = mx.concatenate(new_tails, axis=1).reshape(state.tails.shape)
-        return rows.reshape(x.shape), EncoderState(state.seen + steps, state.rows, tuple(new_keys_values), tails)
+            new_past.append(past)
+        seen = state.seen + steps
+        return rows.reshape(x.shape), EncoderState(seen, state.rows, tuple(new_keys_values), tuple(new_past))
 
 
 def _sinusoids(left: int, width: int) -> mx.array:

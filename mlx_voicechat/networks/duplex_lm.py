@@ -20,7 +20,8 @@ from .cache import BLOCK, KvCache
 from .causal_conv import causal_conv, taps_of
 from .linear import Linear, Product, add_product, numpy_is_faster, numpy_product, prepare_linears, product
 
-QUERY_BLOCK = 64  # positions that attend at once: keys after the last of them are never looked at
+ONE_MASK = mx.default_device().type == mx.gpu  # whose kernels know a causal mask, and pass over what it hides
+QUERY_BLOCK = 64  # else positions that attend at once: keys after the last of them are never looked at
 # Positions of one block of the scan: on a GPU few passes over the state count, on a CPU the work in its square part.
 CHUNK = 64 if mx.default_device().type == mx.gpu else 16
 
@@ -74,6 +75,8 @@ class MambaMixer(nn.Module):
         grouped, head = (self._config.n_groups, -1), self._config.mamba_head_dim
         wide = [a.astype(mx.float32) for a in (self.A_log, self.dt_bias, self.D, self.norm.weight)]
         self._rate, self._dt_bias = -mx.exp(wide[0]), wide[1]
+        by_head = (self._config.n_groups, -1, 1, 1)  # as `_scan_one` has them: all of it is then one kernel
+        self._one = self._dt_bias.reshape(by_head), self._rate.reshape(by_head)
         self._skip = mx.repeat(wide[2], head).reshape(grouped)
         self._gain = wide[3].reshape(grouped)
         self._taps = taps_of(self.conv1d.weight)
@@ -98,36 +101,38 @@ class MambaMixer(nn.Module):
         projected = multiply(self.in_proj, x).reshape(batch, -1, inner + c.conv_dim + c.mamba_num_heads)
         gate, channels, dt = mx.split(projected, [inner, inner + c.conv_dim], axis=-1)
         mixed, conv = causal_conv(channels, state.conv, self._taps, self._conv_bias)
-        scan, activate = (_scan_one, silu) if channels.shape[1] == 1 else (_scan_many, silu_of_rows)
+        scan, activate, constants = _scan_many, silu_of_rows, (self._dt_bias, self._rate)
+        if channels.shape[1] == 1:
+            scan, activate, constants = _scan_one, silu, self._one
+            dt = dt.reshape(batch, c.n_groups, -1, 1, 1)
         value, key, query = mx.split(activate(mixed), [inner, inner + size], axis=-1)
-        read, ssm = scan(value, key, query, *self._time_steps(dt), state.ssm, c.n_groups)
+        read, ssm = scan(value, key, query, *self._time_steps(dt, *constants), state.ssm, c.n_groups)
         gate, value = gate.astype(mx.float32).reshape(read.shape), value.reshape(read.shape)
         out = (read + self._skip * value) * activate(gate)
         out = mx.fast.rms_norm(out, None, c.norm_eps) * self._gain
         return out.reshape(*x.shape[:-1], inner).astype(x.dtype), MambaState(conv, ssm)
 
-    def _time_steps(self, dt: mx.array) -> tuple[mx.array, mx.array]:
-        """dt (B, T, heads) as projected -> the steps, positive and within the limit, and the logarithm of the decay."""
-        dt = mx.logaddexp(dt.astype(mx.float32) + self._dt_bias, 0.0)
+    def _time_steps(self, dt: mx.array, bias: mx.array, rate: mx.array) -> tuple[mx.array, mx.array]:
+        """dt as projected, one a head -> the steps, positive and within the limit, and the logarithm of the decay."""
+        dt = mx.logaddexp(dt.astype(mx.float32) + bias, 0.0)
         low, high = self._config.time_step_limit or (0.0, math.inf)
         if low > 0:
             dt = mx.maximum(dt, low)
         if high < math.inf:
             dt = mx.minimum(dt, high)
-        return dt, dt * self._rate
+        return dt, dt * rate
 
 
 def _scan_one(
     value: mx.array, key: mx.array, query: mx.array, dt: mx.array, log_decay: mx.array, ssm: mx.array, groups: int
 ) -> tuple[mx.array, mx.array]:
-    """One position of the recurrence `s = exp(log_decay) s + dt value key`; shapes as in `_scan_many`, T = 1."""
+    """One position of the recurrence `s = exp(log_decay) s + dt value key`; shapes as in `_scan_many`, T = 1.
+
+    But for dt and log_decay (B, G, R, 1, 1).
+    """
     batch, heads, width, size = ssm.shape
     by_group, one = (batch, groups, heads // groups), (batch, groups, 1, 1)
-    # Both from one kernel. The views that follow stop mx.compile from fusing it into the update, where each of a
-    # head's N x P elements would repeat the exponentials.
-    both = mx.where(mx.array([[[[True]]], [[[False]]]]), mx.exp(log_decay), dt)
-    decay, dt = (part.reshape(*by_group, 1, 1) for part in mx.split(both, 2))
-    new = decay * ssm.reshape(*by_group, width, size)
+    new = mx.exp(log_decay) * ssm.reshape(*by_group, width, size)
     new = new + dt * value.reshape(*by_group, width, 1) * key.reshape(*one, size)
     read = new.reshape(batch, groups, -1, size) @ query.reshape(batch, groups, size, 1)
     return read.reshape(batch, 1, groups, -1), new.reshape(ssm.shape)
@@ -205,8 +210,9 @@ class Attention(nn.Module):
         queries, keys, values = projected
         keys, values, mask = cache.update(keys, values)
         scale = self.head_dim**-0.5
-        if mask is None:
-            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
+        if mask is None or ONE_MASK:
+            causal = None if mask is None else "causal"  # aligned with the last key
+            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=causal)
         before, parts = keys.shape[2] - queries.shape[2], []
         for start in range(0, queries.shape[2], QUERY_BLOCK):
             block = slice(start, start + QUERY_BLOCK)
@@ -415,7 +421,8 @@ class DuplexLm(nn.Module):
 
     def fuse(self, text_ids: mx.array, audio: mx.array, function_ids: mx.array) -> mx.array:
         """Previous ids (B, T) or, for one position, (B,); audio (B, T, H) -> input (B, T, H) in the LLM's type."""
-        return self._fuse(text_ids, audio, function_ids)
+        fuse = self._fuse if audio.shape[1] == 1 else self._fused  # compiled for single positions alone
+        return fuse(text_ids, audio, function_ids)
 
     def step(self, fused: mx.array, state: LlmState) -> tuple[mx.array, LlmState]:
         """fused (B, T, H) -> hidden (B, T, H), state. T = 1 is the compiled path, any T gives the same values."""
@@ -428,7 +435,7 @@ class DuplexLm(nn.Module):
 
     def choose(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
         """hidden (B, T, H) -> text ids and function ids (B,) of the last position; plain argmax."""
-        return self._choose(hidden)
+        return self._choose(hidden[:, -1:])
 
     def _fused(self, text_ids: mx.array, audio: mx.array, function_ids: mx.array) -> mx.array:
         shape = audio.shape[:2]

@@ -113,7 +113,7 @@ class Checkpoint:
         check_tokenizer(tokenizer, folder, self.config)
         return tokenizer
 
-    def parameters(self) -> Parameters:
+    def parameters(self, arithmetic: str = "float32") -> Parameters:
         """Parameters by module path in MLX layouts and computing types; lazy, so that unused tensors are never read.
 
         Raises CheckpointError: a file broken, a newer format, a tokenizer or a speaker at odds with the config.
@@ -126,8 +126,8 @@ class Checkpoint:
         apart = layout.held_in_parts(self.config.quantization)
         whole = {name: array for name, array in weights.items() if _fits(name, weights, self.stored, apart)}
         assembled = layout.assemble(whole, torch_layout, apart)
-        wide = precision.llm_is_float32(self.stored)
-        parameters = {path: layout.cast(path, array, wide) for path, array in assembled.items()}
+        types = precision.types(self.stored, arithmetic)
+        parameters = {path: layout.cast(path, array, *types) for path, array in assembled.items()}
         if self.config.speaker not in (voices := layout.voices(parameters)):
             raise CheckpointError(
                 f"{self.folder}: the speaker of config.json, {self.config.speaker!r}, has no {layout.VOICE_PREFIX}* "

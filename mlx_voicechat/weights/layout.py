@@ -40,11 +40,12 @@ QUERIES = re.compile(r"stt_model\.llm\.layers\.\d+\.mixer\.q_proj\.weight$")  # 
 LANGUAGE_MATRIX = re.compile(
     r"^stt_model\.(embed_tokens|lm_head|function_head|llm\.layers\.\d+\.mixer\.\w+_proj)\.weight$"
 )
-# Linear layers of encoder, TTS backbone, code embedding and MoG head. Not: what the text table is made of (built once,
-# exactly), convolutions, and the 1x1 ones between the strided ones (small, many rows).
+# Linear layers of encoder, TTS backbone, code embedding, MoG head and the codec's blocks. Not: what the text table is
+# made of (built once, exactly), convolutions, and the 1x1 ones between the strided ones (small, many rows).
 SPEECH_MATRIX = re.compile(
     r"^(stt_model\.perception\.(?!encoder\.pre_encode\.conv\.|.*\.depthwise_conv\.)"
-    r"|tts_model\.tts_model\.(backbone|mog_head|embed_code|gated_fusion_audio_text\.audio_proj)\.)(.*\.)?weight$"
+    r"|tts_model\.tts_model\.(backbone|mog_head|embed_code|gated_fusion_audio_text\.audio_proj)\."
+    r"|tts_model\.audio_codec\.decoder\.layers\.\d+\.pwconv\d\.)(.*\.)?weight$"
 )
 # What computes in float32 (spec, precision): the speech networks whole, and the Mamba recurrence of the LLM.
 FLOAT32 = re.compile(r"^(stt_model\.(perception|rnnt_decoder|rnnt_joint)|tts_model)\.|\.mixer\.(A_log|D|dt_bias)$")
@@ -52,6 +53,10 @@ FLOAT32 = re.compile(r"^(stt_model\.(perception|rnnt_decoder|rnnt_joint)|tts_mod
 STREAM = re.compile(r"^stt_model\.llm\.(norm_f|layers\.\d+\.(norm|mixer\.\w+_proj))\.")
 STACK = re.compile(r"^stt_model\.llm\.")  # its blocks and the last norm
 STREAM_AND_HEADS = re.compile(r"^stt_model\.(llm|lm_head|function_head)\.")  # widened with it; embedded rows are few
+# What follows where LLM and encoder compute in bfloat16; of the LLM's mixers the recurrence stays float32.
+NARROW = re.compile(
+    r"^stt_model\.(perception|llm|lm_head|function_head|embed_tokens)\.(?!.*\.mixer\.(A_log|D|dt_bias)$)"
+)
 INTEGERS = ("_control_codes", ".codec_silence_tokens", ".pad_tensor", ".special_flags", ".is_continuation")
 # Tensors that no network reads at run time: codec variances, featurizer buffers, the speaker projection.
 UNUSED = re.compile(r"(\._variance_list\.|preprocessor\.featurizer\.|audio_prompt_projection_W$|num_batches_tracked$)")
@@ -199,6 +204,11 @@ def is_widened(name: str, float32_llm: bool) -> bool:
     return FLOAT32.search(name) is not None or (float32_llm and STREAM_AND_HEADS.match(name) is not None)
 
 
+def is_narrowed(name: str) -> bool:
+    """Whether one becomes bfloat16 when LLM and encoder compute in it."""
+    return NARROW.match(name) is not None
+
+
 def is_unused(name: str) -> bool:
     return UNUSED.search(name) is not None
 
@@ -313,10 +323,15 @@ def assemble(weights: Mapping[str, mx.array], torch_layout: bool, apart: Collect
     return out
 
 
-def cast(path: str, array: mx.array, float32_llm: bool) -> mx.array:
-    """A tensor in the type it computes in and contiguous: no frame may cast or copy a weight. Widening is exact."""
+def cast(path: str, array: mx.array, float32_llm: bool, narrow: bool = False) -> mx.array:
+    """A tensor in the type it computes in and contiguous: no frame may cast or copy a weight. Widening is exact.
+
+    `narrow`: LLM and encoder are rounded to bfloat16.
+    """
     if array.dtype in (mx.int64, mx.uint64):
         array = array.astype(mx.int32)
+    elif narrow and mx.issubdtype(array.dtype, mx.floating) and is_narrowed(path):
+        array = array.astype(mx.bfloat16)
     elif array.dtype == mx.float64 or (mx.issubdtype(array.dtype, mx.floating) and is_widened(path, float32_llm)):
         array = array.astype(mx.float32)
     return mx.contiguous(array)

@@ -1,6 +1,6 @@
-"""How the speech networks' weights are held: as float32, or their linear layers in 8 bits with float32 scales.
+"""How weights are held: speech in float32 or its linear layers in 8 bits, LLM and encoder in what they compute in.
 
-Their activations are float32, and MLX would widen a whole bf16 weight in every call (spec: checkpoint.md, precision).
+MLX would widen a whole bf16 weight in every call of float32 activations (spec: checkpoint.md, precision).
 What is decided here from the files' headers, `checkpoint.build` does and `memory.announce` counts.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ..errors import InputError
 from . import layout
@@ -25,6 +25,18 @@ LONG_SECONDS = 600  # of conversation, for the need that must fit
 HALF_TYPES = ("BF16", "F16")  # as safetensors names them
 WIDER = ("F32", "F16", "F64")  # than bfloat16; float16 and bfloat16 meet as float32
 PLAIN_TYPES = (*HALF_TYPES, "F32")
+PACKED_TYPE = "U32"  # of quantised weights
+
+
+class Types(NamedTuple):
+    """What the language model and the encoder compute in.
+
+    `narrow`: bfloat16, both, and all that meets their activations is held so. Else the encoder is float32, and the LLM
+    is what its stored tensors make of it: float32 or, where all of them are bfloat16, bfloat16.
+    """
+
+    float32_llm: bool
+    narrow: bool = False
 
 
 def plan(stored: Mapping[str, Stored], choice: str | None, f32_fits: bool = True) -> Requantisation:
@@ -43,6 +55,18 @@ def plan(stored: Mapping[str, Stored], choice: str | None, f32_fits: bool = True
         if all(part.dtype in types for part in parts) and (group_size := _group_size(parts)):
             chosen[name] = {"group_size": group_size, "bits": BITS}
     return chosen
+
+
+def types(stored: Mapping[str, Stored], arithmetic: str = "float32") -> Types:
+    """What a checkpoint with these headers computes in, for `arithmetic` "float32" or "bfloat16"."""
+    narrow = arithmetic == "bfloat16"
+    return Types(llm_is_float32(stored) and not narrow, narrow)
+
+
+def llm_is_rounded(stored: Mapping[str, Stored]) -> bool:
+    """Whether the LLM's matrices are stored in less than float32: quantised, or in 16 bits."""
+    kinds = {stored[name].dtype for name in stored if layout.LANGUAGE_MATRIX.search(name)}
+    return not kinds.isdisjoint({*HALF_TYPES, PACKED_TYPE})
 
 
 def llm_is_float32(stored: Mapping[str, Stored]) -> bool:
@@ -64,10 +88,10 @@ def fits(needed_bytes: int, machine_bytes: int) -> bool:
     return needed_bytes <= COMFORTABLE * machine_bytes
 
 
-def resident_bytes(tensor: Stored, settings: Mapping[str, int]) -> int:
-    """Memory of a weight that is quantised at load, its float32 scales and biases included."""
+def resident_bytes(tensor: Stored, settings: Mapping[str, int], scale_bytes: int = 4) -> int:
+    """Memory of a weight that is quantised at load, its scales and biases of `scale_bytes` each included."""
     count = math.prod(tensor.shape)
-    return count * settings["bits"] // 8 + 2 * 4 * (count // settings["group_size"])
+    return count * settings["bits"] // 8 + 2 * scale_bytes * (count // settings["group_size"])
 
 
 def _group_size(parts: list[Stored]) -> int | None:
