@@ -230,7 +230,7 @@ class Model:
 
     def _speak_prompt(self, state: State, draws: Draws) -> None:
         """The TTS's step at a position of the system prompt."""
-        self._speak(mx.array([self.config.pad_id]), state, draws)
+        self._speak(_one(self.config.pad_id), state, draws)
         mx.async_eval(state.tts.arrays)
 
     def hear(self, samples: mx.array, state: State) -> list[Heard]:

@@ -68,7 +68,7 @@ def find(facts: Facts, name: str) -> Check:
 )
 def test_the_best_checkpoint_in_time_is_recommended(gbps: int, usable: int, name: str | None) -> None:
     found = [each._replace(floor_ms=each.floor_ms * 150 / gbps) for each in CANDIDATES]
-    facts = replace(MAC, candidates=found, gbps=gbps, usable_bytes=usable * GB)
+    facts = replace(MAC, candidates=found, bandwidth=(gbps, ""), usable_bytes=usable * GB)
     checks = [check for check in diagnose(facts) if check.name == "recommended"]
     assert [check.text.split(":")[0] for check in checks] == ([name] if name else [])
     assert all(check.level == OK for check in checks)

@@ -93,28 +93,25 @@ def bench(
     opened, loaded, loading = _load(model, options, say, load)
     config, stored, plan = opened.config, opened.stored, loaded.requantised
     noise = faint_noise(config)
-    gpu, compiled = _compile_and_count(loaded, bool(options.compile))
-    if options.compile and not compiled:
-        say("Frames are measured uncompiled: MLX found no C++ compiler here.")
-
+    gpu, compiled = _compile_and_count(loaded, bool(options.compile), say)
     first_opening, counted = count_frame(loaded, noise, min(frames, SEARCHED_FRAMES))
-    sub_stages = _time_parts(loaded, noise, min(frames, PART_FRAMES)) if parts else None
+    few = min(frames, PART_FRAMES)
+    sub_stages = _time_parts(loaded, noise, few) if parts else None
     gc.collect()
-
     started = time.perf_counter()
     session = loaded.session(profile=True)
-    opening = time.perf_counter() - started
-    resident_at_start = resident()
+    opening, resident_at_start = time.perf_counter() - started, resident()
     _push(session, noise, frames, progress, stop)
-    together = company(loaded, sessions, min(frames, PART_FRAMES), noise) if sessions > 1 else None
+    together = company(loaded, sessions, few, noise) if sessions > 1 else None
+    curve = [part._asdict() for part in sustained(loaded, 60 * minutes, noise, stop)] if minutes else None
+    asked = {"sub_stages": sub_stages, "together": together, "sustained": curve}
 
     profile = _profile(session.profile)
     summary = profile.summary()
     assert loaded.form is not None
     states = loaded.form.states
-    figures = _memory(loading, memory.announce(config, stored, session.frames, requantise=plan, states=states))
-    figures["resident"] = networks_resident(loaded, loading.bytes)
-    figures["process"] |= {"first_frame_bytes": resident_at_start, "last_frame_bytes": resident()}
+    announced = memory.announce(config, stored, session.frames, requantise=plan, states=states)
+    moved = traffic.traffic(config, stored, session.frames, plan, states)
     bandwidth = bandwidth_gbps or traffic.measured_bandwidth()
     report: dict[str, Any] = {
         "model": loaded.name,
@@ -126,12 +123,10 @@ def bench(
         "gpu": gpu,
         "load_seconds": loading.seconds,
         "opening_seconds": {"first": first_opening, "again": opening},
-        "memory": figures,
-        "floor": floor(traffic.traffic(config, stored, session.frames, plan, states), bandwidth, summary["stages"]),
+        "memory": _memory(loaded, loading, announced, resident_at_start),
+        "floor": floor(moved, bandwidth, summary["stages"]),
         "bandwidth": {"gbps": bandwidth, "measured": bandwidth_gbps is None},
-        **({"sustained": [p._asdict() for p in sustained(loaded, 60 * minutes, noise, stop)]} if minutes else {}),
-        **({"sub_stages": sub_stages} if sub_stages is not None else {}),
-        **({"together": together} if together is not None else {}),
+        **{name: found for name, found in asked.items() if found is not None},
         "notes": [*summary["notes"], *_notes(counted)],
     }
     return report, profile.every_frame()
@@ -176,11 +171,14 @@ def count_frame(model: VoiceChat, noise: Iterator[np.ndarray], search: int = SEA
     return seconds, min(tried, key=lambda counted: counted.symbols)
 
 
-def _compile_and_count(model: VoiceChat, compiled: bool) -> tuple[dict[str, int], bool]:
+def _compile_and_count(model: VoiceChat, wanted: bool, say: Callable[[str], None]) -> tuple[dict[str, int], bool]:
     """What a GPU starts in a frame, uncompiled and, if it was asked for and can be, compiled; and whether it is."""
     state = steady_state(model)
     gpu = {"launches": gpu_launches(model, state)}
-    if not compiled or not model.compile():
+    if not wanted:
+        return gpu, False
+    if not model.compile():
+        say("Frames are measured uncompiled: MLX found no C++ compiler here.")
         return gpu, False
     gpu["launches_compiled"] = gpu_launches(model, state)
     return gpu, model.compile()  # anew: what was counted must not run
@@ -284,8 +282,9 @@ def _profile(profile: Profile | None) -> Profile:
     return profile
 
 
-def _memory(loading: Loading, announced: memory.Announced) -> dict[str, Any]:
+def _memory(model: VoiceChat, loading: Loading, announced: memory.Announced, resident_at_start: int) -> dict[str, Any]:
     return {
+        "resident": networks_resident(model, loading.bytes),
         "announced": describe_announced(announced),
         "loaded_bytes": loading.bytes,
         "active_bytes": mx.get_active_memory() - loading.active_before,
@@ -296,6 +295,8 @@ def _memory(loading: Loading, announced: memory.Announced) -> dict[str, Any]:
             "before_load_bytes": loading.resident_before,
             "after_load_bytes": loading.resident_after,
             "peak_bytes": peak_resident(),
+            "first_frame_bytes": resident_at_start,
+            "last_frame_bytes": resident(),
         },
     }
 

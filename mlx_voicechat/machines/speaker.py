@@ -39,7 +39,6 @@ class Speaker(VoiceChat):
     def _prepare(self, folder: Path, say: Callable[[str], None]) -> None:
         self._prepare_speech(folder, say)
         self._conversations: dict[int, Voice] = {}
-        self._frames = 0
 
     def _compile_listening(self) -> None:
         """Nothing: those networks are not here."""
@@ -93,7 +92,7 @@ class Speaker(VoiceChat):
         codes = self._silence
         if message.step != NO_STEP:
             draws = self._draws(message, voice)
-            token = mx.array([message.token])
+            token = mx.array([message.token], mx.uint32)
             codes, voice.tts = self.tts.step(token, voice.tts, draws.uniform[None], draws.normal[None])
         size = self.answer_size - 2
         sound = mx.zeros((size,))

@@ -152,7 +152,7 @@ class Thinker(VoiceChat):
 
     def init_state(self, voice: mx.array, guidance_scale: float) -> State:
         """See `Model.init_state`."""
-        pad = mx.array([self.config.pad_id])
+        pad = mx.array([self.config.pad_id], mx.uint32)
         speech: Any = self._line.open(voice, guidance_scale)
         nothing: Any = ()
         return State(
