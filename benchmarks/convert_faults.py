@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.originals import random_original
 
-from mlx_voicechat import assets
 from mlx_voicechat.convert import conversion, plans, writer
 from mlx_voicechat.convert.source import open_source
 from mlx_voicechat.errors import VoiceChatError
+from mlx_voicechat.weights import assets
 
 CONVERT = [sys.executable, "-m", "mlx_voicechat.cli.main", "convert"]
 

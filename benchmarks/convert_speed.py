@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.originals import random_original
 
-from mlx_voicechat import assets
+from mlx_voicechat.weights import assets
 from mlx_voicechat.weights.shards import places
 
 ROUNDS = 3

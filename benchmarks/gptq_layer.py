@@ -22,11 +22,11 @@ import mlx.nn as nn
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from mlx_voicechat import assets
 from mlx_voicechat.config import LlmConfig
 from mlx_voicechat.convert import gptq, moments
 from mlx_voicechat.convert.rounding import COPIES
 from mlx_voicechat.gauges.bench import peak_resident, resident
+from mlx_voicechat.weights import assets
 from mlx_voicechat.weights.config_file import parse_config
 
 GROUP_SIZE, ALL_POSITIONS = 64, 100_000

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 
-from mlx_voicechat import assets
 from mlx_voicechat.cli import published
 from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.gauges import memory, plans
 from mlx_voicechat.gauges.chips import BANDWIDTH_GBPS
 from mlx_voicechat.options import LoadOptions
+from mlx_voicechat.weights import assets
 from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.precision import LONG_SECONDS
 from mlx_voicechat.weights.shards import Stored

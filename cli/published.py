@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 
-from mlx_voicechat import assets
 from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.gauges import memory, plans
 from mlx_voicechat.options import LoadOptions
-from mlx_voicechat.weights import layout
+from mlx_voicechat.weights import assets, layout
 from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.hub_cache import DOWNLOAD_BYTES
 from mlx_voicechat.weights.precision import LONG_SECONDS

@@ -6,11 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mlx_voicechat import assets
 from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.convert import plans
 from mlx_voicechat.gauges import memory, traffic
-from mlx_voicechat.weights import layout, precision
+from mlx_voicechat.weights import assets, layout, precision
 from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.shards import Stored
 

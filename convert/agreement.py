@@ -10,12 +10,11 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_voicechat import assets
 from mlx_voicechat.errors import InputError, VoiceChatError
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.sound.recordings import INPUT_RATE_HZ, read_all
 from mlx_voicechat.voicechat import VoiceChat, load
-from mlx_voicechat.weights import checkpoint, layout, precision
+from mlx_voicechat.weights import assets, checkpoint, layout, precision
 from mlx_voicechat.weights.shards import Stored
 
 from .conversations import Run, measures, run, silence_dbfs
@@ -30,7 +29,7 @@ SILENCE_DBFS = -45.0  # root mean square of what the codes of silence decode to,
 def recording(path: Path | None) -> np.ndarray:
     """Samples (S,) at the model's rate of a file or of the example; AudioError, InputError."""
     if path is None:
-        package = assets.FOLDER.parent
+        package = assets.FOLDER.parents[1]
         places = (package / EXAMPLE, package.parent / EXAMPLE)  # installed, and a working copy
         path = next((place for place in places if place.is_file()), None)
         if path is None:

@@ -17,14 +17,13 @@ from mlx.utils import tree_flatten
 from support.checkpoints import GOLDEN, copy_of, edit_json, rewrite, tensors_of
 
 import mlx_voicechat
-from mlx_voicechat import assets
 from mlx_voicechat.cli.info import describe
 from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import CheckpointError, InputError, VoiceChatError
 from mlx_voicechat.gauges.bench import bench
 from mlx_voicechat.networks.tree import Networks
 from mlx_voicechat.options import LoadOptions
-from mlx_voicechat.weights import checkpoint, hub, layout, shards
+from mlx_voicechat.weights import assets, checkpoint, hub, layout, shards
 from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import verify
 

@@ -101,7 +101,7 @@ def test_words(expected: str, got: str, edits: int) -> None:
 def test_unlike_models_are_refused(unlike: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = copy_of("tiny-f32", tmp_path)
     if unlike == "sizes":
-        other = Path(__file__).parents[1] / "mlx_voicechat" / "assets" / "tiny"
+        other = Path(__file__).parents[1] / "mlx_voicechat" / "weights" / "assets" / "tiny"
     elif unlike == "rate":
         edit_json(other / "config.json", lambda raw: raw.update(function_channel_weight=3.0))
     else:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from support.checkpoints import GOLDEN
 
-from mlx_voicechat import assets
 from mlx_voicechat.config import CODE_PASSES, ModelConfig
 from mlx_voicechat.errors import CheckpointError
+from mlx_voicechat.weights import assets
 from mlx_voicechat.weights.config_file import parse_config, read_config
 
 CONFIGS = [

@@ -15,7 +15,6 @@ from support.checkpoints import GOLDEN, copy_of, edit_json, rewrite
 from support.originals import BUFFERS, golden_original, nvidia_config, random_original
 
 import mlx_voicechat
-from mlx_voicechat import assets
 from mlx_voicechat.convert import conversion, plans
 from mlx_voicechat.convert.source import Stored, open_source, tensors
 from mlx_voicechat.convert.writer import check_target
@@ -23,7 +22,7 @@ from mlx_voicechat.errors import CheckpointError, HubError, InputError
 from mlx_voicechat.frame import Frame
 from mlx_voicechat.networks.ear_tts import EarTts
 from mlx_voicechat.voicechat import VoiceChat
-from mlx_voicechat.weights import checkpoint, hub, layout, text_table
+from mlx_voicechat.weights import assets, checkpoint, hub, layout, text_table
 from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import places, verify
 

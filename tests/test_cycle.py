@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_voicechat.assets import TINY
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.events import Event, FailureReason, FunctionApplied, FunctionCall, FunctionFailed, OnHold
 from mlx_voicechat.text import Tokenizer
@@ -19,6 +18,7 @@ from mlx_voicechat.tools import Tool
 from mlx_voicechat.tools.cycle import Cycle, CycleState, ToolTokens
 from mlx_voicechat.tools.running import Outcome, Runner
 from mlx_voicechat.tools.tool import by_name
+from mlx_voicechat.weights.assets import TINY
 
 TOKENIZER = Tokenizer(TINY)
 SOTC, EOTC, EOTR, PAD, BOS, EOS = 20, 21, 22, 12, 1, 2

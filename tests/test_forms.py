@@ -16,7 +16,6 @@ import pytest
 import soundfile as sf
 
 import mlx_voicechat
-from mlx_voicechat import assets
 from mlx_voicechat.cli import diagnosis, published
 from mlx_voicechat.cli.info import describe
 from mlx_voicechat.convert import agreement, conversations, conversion, plans
@@ -28,7 +27,7 @@ from mlx_voicechat.gauges.bench import networks_resident
 from mlx_voicechat.model import BLOCK_FRAMES
 from mlx_voicechat.networks.tree import Networks
 from mlx_voicechat.voicechat import Answer, VoiceChat
-from mlx_voicechat.weights import checkpoint, hub_cache, layout, precision, synthetic
+from mlx_voicechat.weights import assets, checkpoint, hub_cache, layout, precision, synthetic
 from mlx_voicechat.weights.config_file import check_config, parse_config, read_config
 from mlx_voicechat.weights.shards import Stored, verify
 from tests.support.checkpoints import GOLDEN, copy_of, edit_json, rewrite, tensors_of

@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "mlx_voicechat"
 FOLDERS = {"cli": f"{PACKAGE}.cli", "server": f"{PACKAGE}.server", "convert": f"{PACKAGE}.convert"}
-MOST_ENTRIES, MOST_LINES, MOST_FUNCTION_LINES, MOST_COMMAND_LINES, MOST_PARAMETERS = 21, 450, 60, 90, 12
+MOST_ENTRIES, MOST_LINES, MOST_FUNCTION_LINES, MOST_COMMAND_LINES, MOST_PARAMETERS = 20, 450, 60, 90, 12
 # What each wing may import of the package; itself besides.
 ALLOWED = {
     "networks": {"config", "errors"},
-    "weights": {"assets", "config", "errors", "text", "networks"},
+    "weights": {"config", "errors", "text", "networks"},
     "sound": {"errors"},
 }
 # Top-level modules that stand below these, and may not import them.

@@ -8,8 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_voicechat import assets
-from mlx_voicechat.weights import layout
+from mlx_voicechat.weights import assets, layout
 from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.shards import verify
 

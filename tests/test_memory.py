@@ -11,7 +11,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_voicechat import assets
 from mlx_voicechat.cli import published
 from mlx_voicechat.gauges import memory, plans
 from mlx_voicechat.gauges.bench import networks_resident
@@ -19,7 +18,7 @@ from mlx_voicechat.gauges.memory import Machine, announce
 from mlx_voicechat.networks.cache import KvCache
 from mlx_voicechat.options import LoadOptions
 from mlx_voicechat.voicechat import load
-from mlx_voicechat.weights import synthetic
+from mlx_voicechat.weights import assets, synthetic
 from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import Stored, verify
 from tests.support.checkpoints import GOLDEN

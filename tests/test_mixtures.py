@@ -18,14 +18,13 @@ import pytest
 import soundfile as sf
 
 import mlx_voicechat
-from mlx_voicechat import assets
 from mlx_voicechat.cli.download import table
 from mlx_voicechat.cli.info import describe
 from mlx_voicechat.convert import conversion, plans
 from mlx_voicechat.convert.source import open_source
 from mlx_voicechat.convert.writer import check_target
 from mlx_voicechat.errors import CheckpointError
-from mlx_voicechat.weights import hub_cache, synthetic
+from mlx_voicechat.weights import assets, hub_cache, synthetic
 from mlx_voicechat.weights.config_file import check_config
 from tests.support.checkpoints import GOLDEN, edit_json, rewrite
 from tests.support.mixtures import Mixture, Setting, layers, write

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 import mlx_voicechat
-from mlx_voicechat import assets
 from mlx_voicechat.cli import published
 from mlx_voicechat.cli.info import frame_table
 from mlx_voicechat.gauges import chips, plans
 from mlx_voicechat.gauges.chips import BANDWIDTH_GBPS, Bandwidth, known
 from mlx_voicechat.gauges.plans import Place, Plan, hold, table
 from mlx_voicechat.options import LoadOptions
-from mlx_voicechat.weights import layout
+from mlx_voicechat.weights import assets, layout
 from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.shards import Stored, verify
 from tests.support.checkpoints import GOLDEN

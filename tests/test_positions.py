@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import mlx_voicechat
-from mlx_voicechat.assets import TINY
 from mlx_voicechat.frame import Calls, Frame, Override, State
 from mlx_voicechat.gauges.counting import counting
 from mlx_voicechat.noise import seeded_draws
 from mlx_voicechat.session import Session
 from mlx_voicechat.voicechat import VoiceChat
+from mlx_voicechat.weights.assets import TINY
 from tests.support.checkpoints import GOLDEN
 
 IDS = tuple(int(token) for token in np.random.default_rng(0).integers(13, 380, 50))

@@ -10,10 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_voicechat import assets
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.machines.slices import MIXER, Share, SharedCheckpoint, part_of, share_of, shared
-from mlx_voicechat.weights import checkpoint, synthetic
+from mlx_voicechat.weights import assets, checkpoint, synthetic
 from mlx_voicechat.weights.config_file import parse_config
 from tests.support.checkpoints import GOLDEN
 

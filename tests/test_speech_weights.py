@@ -16,12 +16,12 @@ from mlx.utils import tree_flatten
 from support.checkpoints import GOLDEN, copy_of, rewrite
 
 import mlx_voicechat
-from mlx_voicechat import AudioFrame, assets
+from mlx_voicechat import AudioFrame
 from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.gauges import memory
 from mlx_voicechat.networks.tree import Networks
-from mlx_voicechat.weights import checkpoint, layout
+from mlx_voicechat.weights import assets, checkpoint, layout
 from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.precision import Requantisation, fits, plan, resident_bytes
 from mlx_voicechat.weights.shards import Stored, verify

@@ -14,13 +14,12 @@ from mlx.utils import tree_flatten
 from support.checkpoints import GOLDEN, tensors_of
 
 import mlx_voicechat
-from mlx_voicechat import assets
 from mlx_voicechat.cli import published
 from mlx_voicechat.config import ModelConfig
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.networks.tree import Networks
 from mlx_voicechat.text import Tokenizer, character_table
-from mlx_voicechat.weights import checkpoint, layout, synthetic
+from mlx_voicechat.weights import assets, checkpoint, layout, synthetic
 from mlx_voicechat.weights.config_file import parse_config, read_config
 from mlx_voicechat.weights.shards import verify
 

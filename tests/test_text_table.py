@@ -16,9 +16,8 @@ from support.checkpoints import copy_of
 from support.speech import golden_characters, golden_config, golden_tts, random_tts
 
 import mlx_voicechat
-from mlx_voicechat import assets
 from mlx_voicechat.networks.linear import numpy_product
-from mlx_voicechat.weights import text_table
+from mlx_voicechat.weights import assets, text_table
 
 SHAPE = (5, 3)
 FINGERPRINT = "0123456789abcdef" * 4

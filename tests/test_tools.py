@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_voicechat.assets import TINY
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.events import FailureReason
 from mlx_voicechat.text import Tokenizer
@@ -27,6 +26,7 @@ from mlx_voicechat.tools.results import (
     response_ids,
 )
 from mlx_voicechat.tools.tool import by_name
+from mlx_voicechat.weights.assets import TINY
 from tests.support.checkpoints import GOLDEN
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

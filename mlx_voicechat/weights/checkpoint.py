@@ -18,12 +18,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from .. import assets
 from ..config import ModelConfig
 from ..errors import CheckpointError, InputError
 from ..networks.parted import Parted
 from ..text import Tokenizer
-from . import hub, layout, original, precision
+from . import assets, hub, layout, original, precision
 from .config_file import HALF, check_kind, check_parts, is_original, parse_config, read_json
 from .hub import print_notice
 from .shards import Stored, some_of, verify

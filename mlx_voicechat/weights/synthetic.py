@@ -19,11 +19,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from .. import assets
 from ..config import ModelConfig
 from ..errors import InputError
 from ..text import WORD_STARTS, byte_alphabet
-from . import layout
+from . import assets, layout
 from .config_file import parse_config
 from .shards import INDEX_FILE
 
