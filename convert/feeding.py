@@ -25,6 +25,7 @@ from mlx_voicechat.weights import layout
 
 from . import moments
 from .calibration import HIDDEN_STATE, Calibration
+from .gptq import Inverse, towards
 from .source import Source
 
 FED = "fed"  # tensor of a file: the residual stream of the model whose layers are rounded
@@ -44,8 +45,20 @@ class Given(NamedTuple):
     drift: np.ndarray | None = None
     stream: np.ndarray | None = None
 
+    def moved(self, weight: np.ndarray, row: int, inverse: Inverse) -> np.ndarray:
+        """Rows `weight` (n, in) of a layer, from `row` on, moved to where they give for q what they gave for x.
 
-class _Sums:
+        And r - s more where they are added to a stream. By least squares; `inverse` is of the moment.
+        """
+        if self.drift is None:
+            return weight
+        wanted = weight @ self.drift
+        if self.stream is not None:
+            wanted += self.stream[row : row + len(weight)]
+        return towards(weight, wanted, inverse)
+
+
+class Sums:
     """A `Given` that is being gathered, in place and in Fortran's order."""
 
     def __init__(self) -> None:
@@ -102,14 +115,14 @@ class Feeding:
         count = self.source.config.llm.num_hidden_layers
         index = count if key == moments.HEADS else int(key.split(".")[2])
         self._reach(index)
-        sums = _Sums()
+        sums = Sums()
         if index == count:
             self._gather_heads(sums)
         else:
             self._gather(sums, index, key.rpartition(".")[2])
         return sums.given()
 
-    def _gather(self, sums: _Sums, index: int, name: str) -> None:
+    def _gather(self, sums: Sums, index: int, name: str) -> None:
         pair = [_Noting(block, name) for block in self._pair(index)]
         for streams in self._streams(index):
             start = 0
@@ -120,7 +133,7 @@ class Feeding:
                 sums.add(pair[0].given, pair[1].given, stream - fed if name in TO_STREAM else None)
                 start = rows.stop
 
-    def _gather_heads(self, sums: _Sums) -> None:
+    def _gather_heads(self, sums: Sums) -> None:
         config = self.source.config.llm
         norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         norm.load_weights(list(self._read("llm.norm_f.").items()))

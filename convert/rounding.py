@@ -195,22 +195,17 @@ def fingerprint(source: Source, layer: Layer, calibration: Calibration, what: st
 def rounded(source: Source, layer: Layer, given: Given) -> tuple[gptq.Rounded, float]:
     """A layer, and what its outputs lose, squared and summed over positions. Raises CheckpointError at NaN.
 
-    Its outputs for what it is given are to be those of the model as it is, and more where they are added to a stream:
-    by how much that is off already. Least squares move the weight there, and the loss is to that, whose own is fixed.
+    The loss is to what the weight is moved to: what that loses itself, no rounding can change.
     """
     bits, group_size, _ = layer.setting
     inverse = gptq.by_energy(given.moment, group_size)
     parts, lost, row = [], 0.0, 0
     for weight in rows_of(source, layer):
-        if given.drift is not None:
-            wanted = weight @ given.drift
-            if given.stream is not None:
-                wanted += given.stream[row : row + len(weight)]
-            row += len(weight)
-            weight = gptq.towards(weight, wanted, inverse)
-        part, more = gptq.quantise(weight, given.moment, bits, group_size, inverse=inverse)
+        moved = given.moved(weight, row, inverse)
+        part, more = gptq.quantise(moved, given.moment, bits, group_size, inverse=inverse)
         parts.append(part)
         lost += more
+        row += len(weight)
     return gptq.Rounded(*(mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True))), lost
 
 

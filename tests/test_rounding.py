@@ -98,7 +98,8 @@ def through(folder: Path, gathered: Calibration, noted: str) -> tuple[np.ndarray
 def test_no_layer_loses_more_than_by_rounding(
     gathered: Calibration, plan: plans.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    round_one, given = rounding.rounded, {}
+    round_one = rounding.rounded
+    given: dict[str, Given] = {}
 
     def noted(source: Source, layer: rounding.Layer, what: Given) -> Any:
         given[layer.module] = what
@@ -110,14 +111,13 @@ def test_no_layer_loses_more_than_by_rounding(
     less = []
     with open_source(str(FOLDER)) as source, open_source(str(tmp_path / "out")) as result:
         for layer in job.layers:
-            moment, drift, stream = given[layer.module]
-            assert drift is not None
-            assert (stream is not None) == layer.module.endswith(TO_STREAM)
+            what = given[layer.module]
+            assert what.drift is not None
+            assert (what.stream is not None) == layer.module.endswith(TO_STREAM)
             (weight,), (written,) = rounding.rows_of(source, layer), rounding.rows_of(result, layer)
-            wanted = weight @ drift + (0 if stream is None else stream)
-            moved = gptq.towards(weight, wanted, gptq.by_energy(moment, 32))
+            moved = what.moved(weight, 0, gptq.by_energy(what.moment, 32))
             plain = gptq.nearest(moved, layer.setting.bits, 32).dequantised(layer.setting.bits, 32)
-            less.append(gptq.loss(moved - written, moment) / gptq.loss(moved - plain, moment))
+            less.append(gptq.loss(moved - written, what.moment) / gptq.loss(moved - plain, what.moment))
     assert max(less) <= 1.01  # what is read here is dequantised in bfloat16
     assert np.mean(less) < 0.8
 
