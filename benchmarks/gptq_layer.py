@@ -5,7 +5,8 @@
 Random weights, and random inputs that depend on each other. Each kind is a process of its own with one thread, and its
 times are the processor's. So many rows are rounded and the time is scaled, since rows are independent; `convert` has
 4,096 at once. Memory is the most that the process ever held, less what it held before, beside what would be announced
-for so many rows. The last line adds up all layers of the model, and gathering 100,000 positions.
+for so many rows. The last line adds up all layers of the model, and gathering 100,000 positions, by
+`calibrate` and again by `convert`, which feeds them; running the model is not in it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from threadpoolctl import threadpool_limits
 
 from mlx_voicechat.config import LlmConfig
 from mlx_voicechat.convert import gptq, moments
+from mlx_voicechat.convert.feeding import TO_STREAM, Sums
 from mlx_voicechat.convert.rounding import COPIES
 from mlx_voicechat.gauges.bench import peak_resident, resident
 from mlx_voicechat.weights import assets
@@ -49,38 +51,40 @@ def sizes(config: LlmConfig) -> dict[str, tuple[int, int, int]]:
     }
 
 
-def measure(outputs: int, inputs: int, rows: int, bits: int, positions: int) -> dict[str, float]:
-    """One layer in this process."""
+def measure(outputs: int, inputs: int, added: bool, rows: int, bits: int, positions: int) -> dict[str, float]:
+    """One layer in this process, whose outputs are `added` to the residual stream or not."""
     rng = np.random.default_rng(0)
     scale = rng.lognormal(size=inputs).astype(np.float32)
     before = resident()
+    sums, took = Sums(), {"gather": 0.0, "feed": 0.0}
     gathering = moments.Gathering(nn.Module(), "")
-    took = 0.0
     for _ in range(0, positions, moments.CHUNK):
         common = rng.standard_normal((moments.CHUNK, 64), np.float32) @ rng.standard_normal((64, inputs), np.float32)
-        x = mx.array((rng.standard_normal((moments.CHUNK, inputs), np.float32) + common / 8) * scale)
-        mx.eval(x)
+        x = (rng.standard_normal((moments.CHUNK, inputs), np.float32) + common / 8) * scale
+        apart = rng.standard_normal((moments.CHUNK, outputs), np.float32) if added else None
+        fed = x + rng.standard_normal(x.shape, np.float32) * scale / 16
         started = time.process_time()
-        gathering.note("x", x)
-        took += time.process_time() - started
-    del x, common
-    matrix = gathering.sums.pop("x")
-    found = {"gather": took / positions * 1000}
-    for start in range(0, inputs, moments.CHUNK):
-        end = start + moments.CHUNK
-        matrix[start:end, :start] = matrix[:start, start:end].T
-        square = np.triu(matrix[start:end, start:end])
-        matrix[start:end, start:end] = square + np.triu(square, 1).T
+        gathering.note("x", mx.array(x))
+        took["gather"] += time.process_time() - started
+        gathering.sums.clear()  # what `calibrate` takes; the next is what `convert` takes
+        started = time.process_time()
+        sums.add(x, fed, apart)
+        took["feed"] += time.process_time() - started
+    del x, common, fed, apart, gathering
+    given = sums.given()
+    del sums
+    found = {name: each / positions * 1000 for name, each in took.items()}
     started = time.process_time()
-    inverse = gptq.by_energy(matrix, GROUP_SIZE)
+    inverse = gptq.by_energy(given.moment, GROUP_SIZE)
     found["factor"] = time.process_time() - started
     weight = rng.standard_normal((min(outputs, rows), inputs), np.float32) / math.sqrt(inputs)
     started = time.process_time()
-    _, lost = gptq.quantise(weight, matrix, bits, GROUP_SIZE, inverse=inverse)
+    moved = given.moved(weight, 0, inverse)
+    _, lost = gptq.quantise(moved, given.moment, bits, GROUP_SIZE, inverse=inverse)
     found["round"] = (time.process_time() - started) * outputs / len(weight)
     found["memory"] = peak_resident() - before
-    rounded = gptq.nearest(weight, bits, GROUP_SIZE).dequantised(bits, GROUP_SIZE)
-    return {**found, "loss": lost / gptq.loss(weight - rounded, matrix)}
+    rounded = gptq.nearest(moved, bits, GROUP_SIZE).dequantised(bits, GROUP_SIZE)
+    return {**found, "loss": lost / gptq.loss(moved - rounded, given.moment)}
 
 
 def main() -> None:
@@ -90,11 +94,12 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--only", nargs="+")
-    parser.add_argument("--here", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--here", type=int, nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
+        rows, inputs, added = arguments.here
         with threadpool_limits(1):
-            print(json.dumps(measure(*arguments.here, arguments.rows, arguments.bits, arguments.positions)))
+            print(json.dumps(measure(rows, inputs, bool(added), arguments.rows, arguments.bits, arguments.positions)))
         return
     raw = json.loads((assets.FOLDER / "configs" / "full.json").read_text(encoding="utf-8"))
     total = 0.0
@@ -109,18 +114,20 @@ def main() -> None:
             "--rows",
             str(arguments.rows),
         ]
-        command = [sys.executable, __file__, "--here", str(rows), str(inputs), *options]
+        added = kind in TO_STREAM
+        command = [sys.executable, __file__, "--here", str(rows), str(inputs), str(int(added)), *options]
         found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-        announced = 4 * (2 * inputs**2 + COPIES * min(rows, arguments.rows) * inputs)
+        announced = 4 * ((3 * inputs + added * rows) * inputs + COPIES * min(rows, arguments.rows) * inputs)
         print(
             f"{kind:<10} {rows:>7,} x {inputs:>6,}, {count:>3} layers: gathering {found['gather']:.2f} s / 1,000 "
-            f"positions, factor {found['factor']:.1f} s, rounding {found['round']:.1f} s, "
+            f"positions, {found['feed']:.2f} s to feed them, factor {found['factor']:.1f} s, "
+            f"rounding {found['round']:.1f} s, "
             f"memory {found['memory'] / 1e9:.2f} GB of {announced / 1e9:.2f} GB announced, "
             f"loss {found['loss']:.2f} of plain rounding's",
             flush=True,
         )
-        total += count * (found["factor"] + found["round"])
-        total += count * found["gather"] * ALL_POSITIONS / 1000 * (kind not in ("k_proj",)) / (1 + (kind == "lm_head"))
+        sums = (found["gather"] + found["feed"]) * (kind not in ("k_proj",)) / (1 + (kind == "lm_head"))
+        total += count * (found["factor"] + found["round"] + sums * ALL_POSITIONS / 1000)
     print(f"all layers, {ALL_POSITIONS:,} positions: {total / 3600:.1f} hours")
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_voicechat.convert import bits, calibration, conversion, gptq, listening, plans, rounding
+from mlx_voicechat.convert import bits, calibration, conversion, feeding, gptq, listening, plans, rounding
 from mlx_voicechat.convert.conversations import Run, divergence, measures, run
 from mlx_voicechat.convert.source import open_source
 from mlx_voicechat.sound.recordings import read_all
@@ -130,14 +130,14 @@ def convert(checkpoint: str, name: str, gathered: calibration.Calibration, folde
 
 
 def losses(checkpoint: str, gathered: calibration.Calibration) -> None:
-    """What each layer of the body loses at 3 bits on the calibration, of what it loses by rounding."""
+    """What each layer of the body loses alone at 3 bits on the calibration, of what it loses by rounding."""
     with open_source(checkpoint) as source:
         job = conversion.prepare(source, plans.NAMED["gptq-3"], gathered)
         parts = {}
         for layer in job.layers:
             if layer.setting.bits == 3:
-                _, lost = rounding.rounded(source, layer, gathered)
                 moment = gathered.moments(layer.module, layer.tensor.shape[1]).matrix
+                _, lost = rounding.rounded(source, layer, feeding.Given(moment))
                 weight = np.concatenate(list(rounding.rows_of(source, layer)))
                 plain = weight - gptq.nearest(weight, 3, 64).dequantised(3, 64)
                 parts[layer.module] = lost / gptq.loss(plain, moment)

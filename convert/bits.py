@@ -19,12 +19,12 @@ from mlx_voicechat.gauges.memory import gigabytes
 
 from . import conversion, gptq, moments, rounding
 from .calibration import Calibration
+from .feeding import TO_STREAM
 from .plans import AFFINE_BITS, Plan, Quantised
 from .rounding import Layer, Progress
 from .source import Source
 
 ERRORS = "errors"  # in a calibration's folder: what layers lose, so that another target measures nothing again
-TO_STREAM = ("out_proj", "down_proj", "o_proj")  # what they give is added to the residual stream
 MOST_UNITS = 50_000  # of size that the knapsack counts in
 
 

@@ -110,6 +110,11 @@ class Calibration:
         """Of everything that went into it."""
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def inputs(self) -> list[Path]:
+        """What the language model was given, a file a recording."""
+        return [_numbered(self.folder / INPUTS, number) for number in range(len(self.facts["recordings"]))]
+
     def moments(self, module: str, width: int) -> Moments:
         """Of the inputs of a layer of the language model, by its name there; the last ones are kept."""
         key = moments.key_of(module)
@@ -126,7 +131,10 @@ def open_calibration(folder: Path) -> Calibration:
         raise InputError(f"{folder} is no calibration: it has no {FACTS}.", "Make one with `mlx-voicechat calibrate`.")
     if not facts.get(COMPLETE):
         raise InputError(f"The calibration {folder} is not finished.", "Start `calibrate` again: it goes on.")
-    return Calibration(folder, facts)
+    found = Calibration(folder, facts)
+    if absent := [path.name for path in found.inputs if not path.exists()]:
+        raise InputError(f"{folder / INPUTS} lacks {some_of(absent)}.", "Calibrate again, into a new folder.")
+    return found
 
 
 def _read_facts(folder: Path) -> dict[str, Any] | None:

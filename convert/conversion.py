@@ -23,7 +23,7 @@ from mlx_voicechat.weights.checkpoint import CONVERSION_KEY
 from mlx_voicechat.weights.config_file import parse_config
 from mlx_voicechat.weights.hub import BASE_PATTERNS, gigabytes
 
-from . import card, rounding, writer
+from . import card, feeding, rounding, writer
 from .calibration import Calibration
 from .plans import Plan, Quantised, Setting
 from .rounding import Rounding
@@ -32,6 +32,7 @@ from .writer import Entry
 
 LAYOUT_NAMES = {"nvidia": "NVIDIA's original", "mlx-community": "mlx-community layout", "ours": "mlx-voicechat format"}
 PUBLIC_CONVERSION_KEY = "mlx_conversion"  # of the public converter: says how its output was quantised
+ROUNDED_KEY = "rounded_layers"  # of what a conversion says of itself: digests of what was rounded with a calibration
 WORKING_COPIES = 10  # of a block: read, re-laid, in MLX, rounded, packed, and what MLX keeps for reuse
 TOKENIZER_FILES = [name for name in BASE_PATTERNS if name != "config.json"]
 
@@ -81,11 +82,14 @@ class Job:
     @property
     def disk_bytes(self) -> int:
         """Most that the disk must hold: the checkpoint, and until it is whole the layers that are rounded first."""
-        return self.bytes + rounding.layers_bytes(self.layers)
+        streams = feeding.disk_bytes(self.calibration) if self.calibration is not None else 0
+        return self.bytes + rounding.layers_bytes(self.layers) + streams
 
     @property
     def _layers_bytes(self) -> list[int]:
-        return [layer.memory_bytes for layer in self.layers]
+        """Of rounding each layer, and of gathering what it is given: both models' block beside the sums."""
+        blocks = 3 * 4 * max(feeding.block_weights(self.source))
+        return [max(layer.memory_bytes, layer.sums_bytes + blocks) for layer in self.layers]
 
     def quantisation(self) -> dict[str, Any]:
         """For config.json: each quantised layer's settings, those of most layers on top; empty when there are none."""
@@ -113,7 +117,7 @@ class Job:
             f"memory: at most about {gigabytes(self.peak_bytes)}",
         ]
         if self.calibration is not None:
-            minutes = rounding.seconds(sum(layer.operations for layer in self.layers)) / 60
+            minutes = rounding.seconds(rounding.operations(self.source, self.layers, self.calibration)) / 60
             lines.append(
                 f"calibration: {self.calibration.folder}, {self.calibration.positions:,} positions; "
                 f"{len(self.layers)} layers to round, about {max(1, round(minutes))} min"
@@ -183,6 +187,8 @@ def run(
     raw = configuration(job)
     config = parse_config(raw)
     finished = _round(job, target, rounded)
+    if finished is not None:
+        raw[CONVERSION_KEY][ROUNDED_KEY] = finished.digests()
     with writer.folder(target) as folder:
         writer.write_json(folder / "config.json", raw)
         for name in TOKENIZER_FILES:

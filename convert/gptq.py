@@ -97,6 +97,17 @@ def compensated(
     return Rounded(packed(codes, bits), *(mx.array(a).astype(dtype) for a in (scales, biases)))
 
 
+def towards(weight: np.ndarray, wanted: np.ndarray, inverse: Inverse) -> np.ndarray:
+    """The weight (out, in) whose outputs are nearest, by least squares and damped, to its own and something more.
+
+    `wanted` (out, in) is the sum of what is more (out,) times the inputs, over positions.
+    """
+    order, factor = inverse
+    change = np.empty_like(weight)
+    change[:, order] = wanted[:, order] @ factor.T @ factor
+    return weight + change
+
+
 def nearest(weight: np.ndarray, bits: int, group_size: int, dtype: mx.Dtype = mx.bfloat16) -> Rounded:
     """Plain rounding, as `mx.quantize` does it, with scales and biases in `dtype`."""
     return Rounded(*mx.quantize(mx.array(weight).astype(dtype), group_size=group_size, bits=bits))

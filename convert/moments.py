@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -128,16 +128,20 @@ class Gathering:
 
 def run_block(block: Block, x: mx.array, multiply: Product) -> mx.array:
     """A conversation x (T, H) through one block, from its first position on -> (T, H), evaluated."""
+    parts = list(chunks(block, x, multiply))
+    return mx.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def chunks(block: Block, x: mx.array, multiply: Product) -> Iterator[mx.array]:
+    """As `run_block`, CHUNK positions at a time."""
     mixer = block.mixer
     cache = KvCache()
     state = mixer.init_state(1, x.dtype) if isinstance(mixer, MambaMixer) else None
-    parts = []
     for start in range(0, len(x), CHUNK):
         rows = x[start : start + CHUNK]
         out, state = _advance(block, rows, state, cache, multiply)
         mx.eval(out, state if state is not None else cache.arrays)
-        parts.append(out)
-    return mx.concatenate(parts) if len(parts) > 1 else parts[0]
+        yield out
 
 
 def _advance(
@@ -193,12 +197,18 @@ def read_moments(path: Path, width: int) -> Moments:
         raise InputError(f"{path} is no matrix of {width:,} inputs.", "It is of another model: calibrate this one.")
     matrix, _ = lapack.stpttr(width, packed, uplo="U")
     del packed
+    mirror(matrix)
+    return Moments(matrix, int(facts["positions"]), Energy(float(facts["stream"]), float(facts["added"])))
+
+
+def mirror(matrix: np.ndarray) -> None:
+    """Make a matrix (in, in) symmetric, whose upper half counts; in place."""
+    width = len(matrix)
     for start in range(0, width, CHUNK):
         end = min(width, start + CHUNK)
         matrix[start:end, :start] = matrix[:start, start:end].T
         square = matrix[start:end, start:end]
         matrix[start:end, start:end] = np.triu(square) + np.triu(square, 1).T
-    return Moments(matrix, int(facts["positions"]), Energy(float(facts["stream"]), float(facts["added"])))
 
 
 def save_json(path: Path, value: Any, change: Callable[[Path, Path], None] = os.replace) -> None:

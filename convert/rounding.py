@@ -1,4 +1,4 @@
-"""The layers of a conversion that are rounded with a calibration, one after the other.
+"""The layers of a conversion that are rounded with a calibration, one after the other, each for what it is given then.
 
 Each finished layer is a file beside the target until the checkpoint is written: who is stopped goes on there.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +19,16 @@ import numpy as np
 from mlx_voicechat.errors import CheckpointError
 from mlx_voicechat.weights import layout
 
-from . import gptq, moments
+from . import feeding, gptq, moments
 from .calibration import Calibration, check_model
+from .feeding import Feeding, Given
 from .plans import Quantised, Setting
 from .source import Source, Tensor
 
 FOLDER = ".{}.mlx-voicechat-layers"  # beside the target
 ROWS = 4096  # of a weight in memory at once
-COPIES = 9  # of those rows: read, in MLX, what is left of them, what each lost, two dequantised, and MLX's buffers
+COPIES = 10  # of those rows: read, moved, in MLX, what is left, what each lost, two dequantised, and MLX's buffers
+STREAMS = "streams"  # in the folder of finished layers
 TRIAL, TRIALS = 1024, 3  # width and number of the products that tell how fast this machine multiplies
 
 Progress = Callable[[int, int], Any]  # operations done, of how many
@@ -50,9 +52,15 @@ class Layer(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """Most that is there at once: moments, their factor, and rows of the weight."""
+        """Most that is there at once while it is rounded: sums, the moments' factor, and rows of the weight."""
         rows, inputs = self.tensor.shape
-        return 4 * (2 * inputs**2 + COPIES * min(rows, ROWS) * inputs)
+        return self.sums_bytes + 4 * (inputs**2 + COPIES * min(rows, ROWS) * inputs)
+
+    @property
+    def sums_bytes(self) -> int:
+        """Of what it is given."""
+        rows, inputs = self.tensor.shape
+        return 4 * (2 * inputs + (rows if self.module.endswith(feeding.TO_STREAM) else 0)) * inputs
 
 
 def calibrated(source: Source, settings: Mapping[str, Setting]) -> list[Layer]:
@@ -99,21 +107,56 @@ class Rounding:
     folder: Path
 
     def run(self, progress: Progress = lambda done, total: None) -> None:
-        """Round what is not there yet, in the order in which the layers share moments."""
+        """Round what is not there yet, in the order of the model; layers that share moments one after the other."""
         self.folder.mkdir(exist_ok=True)
-        total, done = sum(layer.operations for layer in self.layers), 0
-        order = {key: index for index, key in enumerate(moments.keys(self.source.config.llm))}
-        for layer in sorted(self.layers, key=lambda layer: order[moments.key_of(layer.module)]):
+        total, done = operations(self.source, self.layers, self.calibration), 0
+        keys, marks = self._keys()
+        self._remove_others(keys)
+        feed = Feeding(self.source, self.calibration, self.folder / STREAMS, marks, self._matrix)
+        for name, layers in by_moments(self.source, self.layers).items():
             progress(done, total)
-            key = self._key(layer)
-            path = self._file(layer.tensor.name)
-            if not path.exists() or moments.read(path)[1].get("key") != key:
-                parts, _ = rounded(self.source, layer, self.calibration)
-                moments.save(path, parts._asdict(), {"key": key})
-                del parts
-                mx.clear_cache()
-            done += layer.operations
+            missing = [layer for layer in layers if not self._file(layer.tensor.name).exists()]
+            given = feed.given(name) if missing else None
+            done += feeding.operations(name, self.source, self.calibration.positions)
+            for layer in layers:
+                progress(done, total)
+                if given is not None and layer in missing:
+                    parts, _ = rounded(self.source, layer, given)
+                    moments.save(self._file(layer.tensor.name), parts._asdict(), {"key": keys[layer.tensor.name]})
+                    del parts
+                    mx.clear_cache()
+                done += layer.operations
         progress(total, total)
+
+    def _remove_others(self, keys: Mapping[str, str]) -> None:
+        """Layers that were rounded otherwise."""
+        for name, key in keys.items():
+            path = self._file(name)
+            if path.exists() and moments.read(path)[1].get("key") != key:
+                path.unlink()
+
+    def _keys(self) -> tuple[dict[str, str], list[str]]:
+        """Of each layer by its name, and before each block: what depends on all layers before."""
+        before, keys = self.calibration.identity, {}
+        marks = [before] * (self.source.config.llm.num_hidden_layers + 1)
+        for name, layers in by_moments(self.source, self.layers).items():
+            for layer in layers:
+                before = fingerprint(self.source, layer, self.calibration, f"{layer.setting} after {before}")
+                keys[layer.tensor.name] = before
+            if name != moments.HEADS:
+                after = int(name.split(".")[2]) + 1
+                marks[after:] = [before] * (len(marks) - after)
+        return keys, marks
+
+    def _matrix(self, module: str) -> mx.array | None:
+        """What a finished layer stands for, by its name within the language model."""
+        layer = next((layer for layer in self.layers if layer.module == module), None)
+        if layer is None or not self._file(layer.tensor.name).exists():
+            return None
+        weight, *others = self.parts(layer.tensor.name)
+        scales, biases = (each.astype(mx.float32) for each in others)
+        bits, group_size, _ = layer.setting
+        return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits)
 
     @property
     def names(self) -> set[str]:
@@ -125,32 +168,59 @@ class Rounding:
         tensors, _ = moments.read(self._file(name))
         return gptq.Rounded(**tensors)
 
+    def digests(self) -> dict[str, str]:
+        """Of finished layers by their names as stored, for who verifies what was written."""
+        return {name: digest(self.parts(name)) for name in sorted(self.names)}
+
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def _key(self, layer: Layer) -> str:
-        return fingerprint(self.source, layer, self.calibration, str(layer.setting))
+
+def digest(parts: Iterable[mx.array]) -> str:
+    """Of a layer's packed codes, scales and biases."""
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(np.array(part.view(mx.uint8)).tobytes())
+    return found.hexdigest()
 
 
 def fingerprint(source: Source, layer: Layer, calibration: Calibration, what: str) -> str:
     """Of a weight, what it was calibrated with, and what is to be done with it."""
-    digest = hashlib.blake2b(f"{calibration.identity} {what}".encode(), digest_size=32)
+    found = hashlib.blake2b(f"{calibration.identity} {what}".encode(), digest_size=32)
     for block in source.blocks(layer.tensor.name):
-        digest.update(np.array(block.array.astype(mx.float32)).tobytes())
-    return digest.hexdigest()
+        found.update(np.array(block.array.astype(mx.float32)).tobytes())
+    return found.hexdigest()
 
 
-def rounded(source: Source, layer: Layer, calibration: Calibration) -> tuple[gptq.Rounded, float]:
-    """A layer, and what its outputs lose, squared and summed over positions. Raises CheckpointError at NaN."""
-    _, inputs = layer.tensor.shape
-    moment = calibration.moments(layer.module, inputs).matrix
-    inverse = gptq.by_energy(moment, layer.setting.group_size)
-    parts, lost = [], 0.0
+def rounded(source: Source, layer: Layer, given: Given) -> tuple[gptq.Rounded, float]:
+    """A layer, and what its outputs lose, squared and summed over positions. Raises CheckpointError at NaN.
+
+    The loss is to what the weight is moved to: what that loses itself, no rounding can change.
+    """
+    bits, group_size, _ = layer.setting
+    inverse = gptq.by_energy(given.moment, group_size)
+    parts, lost, row = [], 0.0, 0
     for weight in rows_of(source, layer):
-        part, more = gptq.quantise(weight, moment, layer.setting.bits, layer.setting.group_size, inverse=inverse)
+        moved = given.moved(weight, row, inverse)
+        part, more = gptq.quantise(moved, given.moment, bits, group_size, inverse=inverse)
         parts.append(part)
         lost += more
+        row += len(weight)
     return gptq.Rounded(*(mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True))), lost
+
+
+def by_moments(source: Source, layers: Sequence[Layer]) -> dict[str, list[Layer]]:
+    """Layers by the name of the moments that they share, in the order of the model."""
+    found: dict[str, list[Layer]] = {name: [] for name in moments.keys(source.config.llm)}
+    for layer in layers:
+        found[moments.key_of(layer.module)].append(layer)
+    return {name: some for name, some in found.items() if some}
+
+
+def operations(source: Source, layers: Sequence[Layer], calibration: Calibration) -> int:
+    """Floating-point operations, about, to gather what all layers are given, and to round them."""
+    gathering = (feeding.operations(n, source, calibration.positions) for n in by_moments(source, layers))
+    return sum(gathering) + sum(layer.operations for layer in layers)
 
 
 def rows_of(source: Source, layer: Layer) -> Iterator[np.ndarray]:

@@ -9,16 +9,16 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_voicechat.errors import VoiceChatError
+from mlx_voicechat.weights.checkpoint import CONVERSION_KEY
 from mlx_voicechat.weights.shards import some_of
 
-from . import gptq
+from . import gptq, rounding
 from .calibration import Calibration
-from .conversion import Job, OutputTensor, Progress, as_bytes
+from .conversion import ROUNDED_KEY, Job, OutputTensor, Progress, as_bytes
 from .plans import Quantised
-from .rounding import ROWS, Layer, rows_of
+from .rounding import Layer, rows_of
 from .source import BLOCK_BYTES, Source, open_source, stored_bytes
 
-CALIBRATED_MARGIN = 1 + 1e-5  # sums of float32 products, in whatever order
 BFLOAT16 = 2.0**-8  # half a unit in the last place, of the value
 AFFINE_STEPS = 1.1  # MLX moves the scale so that zero is exact: the far end may lie a step outside
 # Of the largest value of a group: where powers of two scale, it is up to twice the widest number below it.
@@ -38,7 +38,7 @@ def verify_tensors(job: Job, target: Path, progress: Progress = lambda done, tot
             if result.tensors[name].shape != output.tensor.shape:
                 wrong.append(name)
             elif name in layers and job.calibration is not None:
-                if not _loses_no_more(job.source, result, layers[name], job.calibration):
+                if not _as_rounded(job.source, result, layers[name], job.calibration):
                     wrong.append(name)
             elif not _same(job.source, result, output):
                 wrong.append(name)
@@ -78,17 +78,22 @@ def _same(source: Source, result: Source, output: OutputTensor) -> bool:
     return True
 
 
-def _loses_no_more(source: Source, result: Source, layer: Layer, calibration: Calibration) -> bool:
-    """Whether a calibrated layer loses no more on its inputs than plain rounding would: single weights may move far."""
+def _as_rounded(source: Source, result: Source, layer: Layer, calibration: Calibration) -> bool:
+    """Whether a calibrated layer is what was rounded, and stands for its weight on the calibration's inputs.
+
+    That is, loses less than all of its outputs: it makes up for other layers' losses, and single weights may move far.
+    """
+    name = layer.tensor.name
+    stored = result.tensors[name].parts
+    whole = (mx.concatenate([rows.array for rows in result.stored(name, part)]) for part in stored)
+    if rounding.digest(whole) != result.raw[CONVERSION_KEY].get(ROUNDED_KEY, {}).get(name):
+        return False
     moment = calibration.moments(layer.module, layer.tensor.shape[1]).matrix
-    bits, group_size, _ = layer.setting
-    parts = zip(*(result.stored(layer.tensor.name, part, ROWS) for part in ("weight", "scales", "biases")), strict=True)
-    for weight, written in zip(rows_of(source, layer), parts, strict=True):
-        plain, found = gptq.nearest(weight, bits, group_size), gptq.Rounded(*(rows.array for rows in written))
-        most, lost = (gptq.losses(weight - each.dequantised(bits, group_size), moment) for each in (plain, found))
-        if not (lost <= most * CALIBRATED_MARGIN).all():
-            return False
-    return True
+    lost = given = 0.0
+    for weight, written in zip(rows_of(source, layer), rows_of(result, layer), strict=True):
+        lost += gptq.loss(weight - written, moment)
+        given += gptq.loss(weight, moment)
+    return lost < given
 
 
 def _rows(source: Source, output: OutputTensor) -> int:

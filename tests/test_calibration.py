@@ -275,6 +275,13 @@ def test_a_damaged_calibration_is_named(fault: str, tmp_path: Path) -> None:
         open_calibration(tmp_path).moments("lm_head", 6)
 
 
+def test_inputs_that_were_removed_are_named(tmp_path: Path) -> None:
+    facts = {"version": 1, "fingerprint": "", "recordings": [{"name": "a.wav"}], "positions": 3, "complete": True}
+    (tmp_path / "calibration.json").write_text(json.dumps(facts))
+    with pytest.raises(InputError, match=r"inputs lacks 00000\.safetensors"):
+        open_calibration(tmp_path)
+
+
 def test_a_full_disk_is_said(tmp_path: Path) -> None:
     with pytest.raises(VoiceChatError, match="was not written"):
         moments.save(tmp_path / "absent" / "x.safetensors", {"x": mx.zeros((3,))}, {})

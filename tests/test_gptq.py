@@ -23,6 +23,7 @@ from mlx_voicechat.convert.gptq import (
     nearest,
     packed,
     quantise,
+    towards,
 )
 from mlx_voicechat.errors import InputError, VoiceChatError
 
@@ -199,3 +200,18 @@ def test_faults_are_named(fault: str) -> None:
         kind, moment = VoiceChatError, -moment
     with pytest.raises(kind, match=r"moments|Groups"):
         quantise(weight, moment, 4, 32)
+
+
+def test_a_weight_moves_to_what_is_wanted_of_it() -> None:
+    weight, x, _ = layer(24, 64)
+    rng = np.random.default_rng(1)
+    given = (x + 0.1 * rng.normal(size=x.shape)).astype(np.float32)
+    more = rng.normal(size=(len(x), 24)).astype(np.float32)
+    moment = given.T @ given
+    drift, stream = (x - given).T @ given, more.T @ given
+    moved = towards(weight, weight @ drift + stream, by_energy(moment, 32))
+    damping = np.sqrt(DAMPING * np.diag(moment).mean()) * np.eye(64)
+    target = np.concatenate([x @ weight.T + more, damping @ weight.T]).astype(np.float64)  # damped to where it was
+    expected, *_ = np.linalg.lstsq(np.concatenate([given, damping]).astype(np.float64), target, rcond=None)
+    np.testing.assert_allclose(moved, expected.T, atol=1e-4 * np.abs(expected).max())
+    assert np.square(x @ weight.T + more - given @ moved.T).sum() < np.square((x - given) @ weight.T + more).sum()

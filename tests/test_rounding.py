@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 import soundfile as sf
@@ -19,12 +21,14 @@ from threadpoolctl import threadpool_limits
 
 from mlx_voicechat import load
 from mlx_voicechat.cli.main import run
-from mlx_voicechat.convert import bits, calibration, conversion, gptq, listening, plans, rounding
+from mlx_voicechat.convert import bits, calibration, conversion, feeding, gptq, listening, moments, plans, rounding
 from mlx_voicechat.convert.bits import Choice, Target, knapsack
 from mlx_voicechat.convert.calibration import Calibration
-from mlx_voicechat.convert.source import open_source
+from mlx_voicechat.convert.feeding import TO_STREAM, Feeding, Given
+from mlx_voicechat.convert.source import Source, open_source
 from mlx_voicechat.convert.verify import verify_tensors
 from mlx_voicechat.errors import InputError, VoiceChatError
+from mlx_voicechat.networks.duplex_lm import Block
 from mlx_voicechat.weights.checkpoint import open_folder
 
 FOLDER = GOLDEN / "tiny-f32"
@@ -64,22 +68,104 @@ def converted(plan: plans.Plan, gathered: Calibration | None, target: Path) -> c
     return job
 
 
+def settings_of(source: Source, plan: plans.Plan) -> dict[str, plans.Setting]:
+    return plan.settings({name: tensor.facts for name, tensor in source.tensors.items()})
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_no_layer_loses_more_than_by_rounding(gathered: Calibration, plan: plans.Plan, tmp_path: Path) -> None:
+def through(folder: Path, gathered: Calibration, noted: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A checkpoint's language model on all inputs -> what a layer was given, the streams before its block and last."""
+    language = listening.listener(str(folder), open_folder(folder), lambda text: None).language
+    number, name = int(noted.split(".")[2]), noted.rpartition(".")[2]
+    x = mx.concatenate([moments.read(path)[0]["x"] for path in gathered.inputs])  # one recording
+    found: list[np.ndarray] = []
+    before = x
+    for index, block in enumerate(language.llm.layers):
+
+        def multiply(layer: nn.Module, rows: mx.array, block: Block = block, index: int = index) -> mx.array:
+            if index == number and layer is block.mixer[name]:
+                found.append(np.array(rows))
+            return layer(rows)
+
+        before = x if index == number else before
+        x = moments.run_block(block, x, multiply)
+    return np.concatenate(found), np.array(before), np.array(x)
+
+
+def test_no_layer_loses_more_than_by_rounding(
+    gathered: Calibration, plan: plans.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    round_one = rounding.rounded
+    given: dict[str, Given] = {}
+
+    def noted(source: Source, layer: rounding.Layer, what: Given) -> Any:
+        given[layer.module] = what
+        return round_one(source, layer, what)
+
+    monkeypatch.setattr(rounding, "rounded", noted)
     job = converted(plan, gathered, tmp_path / "out")
     assert len(job.layers) == sum(setting.bits < 8 for setting in (layer.setting for layer in job.layers)) > 10
     less = []
     with open_source(str(FOLDER)) as source, open_source(str(tmp_path / "out")) as result:
         for layer in job.layers:
-            moment = gathered.moments(layer.module, layer.tensor.shape[1]).matrix
+            what = given[layer.module]
+            assert what.drift is not None
+            assert (what.stream is not None) == layer.module.endswith(TO_STREAM)
             (weight,), (written,) = rounding.rows_of(source, layer), rounding.rows_of(result, layer)
-            plain = gptq.nearest(weight, layer.setting.bits, 32).dequantised(layer.setting.bits, 32)
-            less.append(gptq.loss(weight - written, moment) / gptq.loss(weight - plain, moment))
+            moved = what.moved(weight, 0, gptq.by_energy(what.moment, 32))
+            plain = gptq.nearest(moved, layer.setting.bits, 32).dequantised(layer.setting.bits, 32)
+            less.append(gptq.loss(moved - written, what.moment) / gptq.loss(moved - plain, what.moment))
     assert max(less) <= 1.01  # what is read here is dequantised in bfloat16
     assert np.mean(less) < 0.8
+
+
+@pytest.mark.parametrize("name", ["up_proj", "down_proj"])
+def test_a_layer_is_told_what_both_models_give_it(
+    name: str, gathered: Calibration, plan: plans.Plan, tmp_path: Path
+) -> None:
+    last = max(i for i, kind in enumerate(open_folder(FOLDER).config.llm.pattern) if kind == "-")
+    module = f"{moments.block_name(last)}.{name}"
+    converted(plan, gathered, tmp_path / "out")
+    (x, stream, _), (q, fed, _) = (through(folder, gathered, module) for folder in (FOLDER, tmp_path / "out"))
+    with open_source(str(FOLDER)) as source, open_source(str(tmp_path / "out")) as result:
+        layers = {layer.module: layer for layer in rounding.calibrated(source, settings_of(source, plan))}
+
+        def rounded(module: str) -> mx.array | None:
+            return mx.array(next(rounding.rows_of(result, layers[module]))) if module in layers else None
+
+        found = Feeding(source, gathered, tmp_path / "streams", [""] * 99, rounded).given(module)
+    assert found.drift is not None
+    assert np.abs(x - q).max() > 0.01 < np.abs(stream - fed).max()
+    pairs = [(found.moment, q.T @ q), (found.drift, (x - q).T @ q)]
+    if name == "down_proj":
+        assert found.stream is not None
+        pairs.append((found.stream, (stream - fed).T @ q))
+    else:
+        assert found.stream is None
+    for sums, expected in pairs:
+        np.testing.assert_allclose(sums, expected, atol=2e-3 * np.abs(expected).max())
+    assert [path.name for path in (tmp_path / "streams").iterdir()] == [str(last)]
+
+
+def test_what_is_lost_is_made_up_for(
+    gathered: Calibration, plan: plans.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted(plan, gathered, tmp_path / "fed")
+    round_one = rounding.rounded
+
+    def alone(source: Source, layer: rounding.Layer, given: Given) -> Any:
+        return round_one(source, layer, Given(gathered.moments(layer.module, layer.tensor.shape[1]).matrix))
+
+    monkeypatch.setattr(rounding, "rounded", alone)
+    converted(plan, gathered, tmp_path / "alone")
+    converted(plan, None, tmp_path / "plain")
+    layer = f"{moments.block_name(1)}.down_proj"
+    x, *others = (through(f, gathered, layer)[2] for f in (FOLDER, *(tmp_path / n for n in ("fed", "alone", "plain"))))
+    fed, alone_, plain = (float(np.square(x - each).sum()) for each in others)
+    assert fed < 0.7 * alone_ < 0.7 * plain
 
 
 def test_the_checkpoint_is_sound(gathered: Calibration, plan: plans.Plan, tmp_path: Path) -> None:
@@ -132,6 +218,34 @@ def test_stopped_at_any_layer_it_goes_on_to_the_same_bytes(
     assert {path.name for path in tmp_path.iterdir()} == {"out", "own.toml", "whole"}
 
 
+def test_stopped_between_blocks_it_goes_on_to_the_same_bytes(
+    gathered: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.toml").write_text('"stt_model.llm.layers.[03].*_proj" = "3/32"\n"*" = "keep"')
+    plan = plans.find(str(tmp_path / "own.toml"))
+    converted(plan, gathered, tmp_path / "whole")
+    run_block, done = moments.run_block, 0
+
+    def killed(*arguments: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done % 3 == 0:  # in the model whose layers are rounded, or in the other one
+            raise Killed
+        return run_block(*arguments)
+
+    monkeypatch.setattr(moments, "run_block", killed)
+    stops = 0
+    while not (tmp_path / "out").exists():
+        with suppress(Killed):
+            converted(plan, gathered, tmp_path / "out")
+            break
+        stops += 1
+        (streams,) = (tmp_path / ".out.mlx-voicechat-layers").glob("streams")
+        assert len(list(streams.iterdir())) <= 2
+    assert stops == 2 < done
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 def test_a_layer_of_something_else_is_rounded_again(
     gathered: Calibration, plan: plans.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,10 +266,14 @@ def test_memory_time_and_disk_are_told(gathered: Calibration, plan: plans.Plan, 
         job = conversion.prepare(source, plan, gathered)
         lines = job.describe(tmp_path / "out")
         assert f"{gathered.positions:,} positions; {len(job.layers)} layers to round, about 1 min" in lines[-1]
-        assert job.disk_bytes == job.bytes + rounding.layers_bytes(job.layers)
+        streams = 4 * sum(path.stat().st_size for path in gathered.inputs)
+        assert job.disk_bytes == job.bytes + rounding.layers_bytes(job.layers) + streams
         packed = [entry for output in job.outputs for entry in output.entries if entry.name.startswith(f"{DOWN}.")]
         (down,) = [layer for layer in job.layers if layer.tensor.name == f"{DOWN}.weight"]
         assert rounding.layers_bytes([down]) == sum(entry.bytes for entry in packed)
+        assert sum(feeding.block_weights(source)) == sum(
+            int(np.prod(tensor.shape)) for name, tensor in source.tensors.items() if ".llm.layers." in name
+        )
     assert rounding.seconds(0) == 0 < rounding.seconds(1e12)
 
 
