@@ -225,7 +225,12 @@ def _language(body: Quantised, heads: Quantised) -> tuple[Rule, ...]:
 A_LOG = _rule("*.A_log", r".*\.A_log", "keep")
 EVERYTHING_BF16 = _rule("*", ".*", "bf16")
 EIGHT = Quantised(8, 64)
-SPEECH = _rule("matrices of encoder, TTS, MoG and the codec's blocks", rf"(?={layout.SPEECH_MATRIX.pattern}).*", EIGHT, Quantised(8, 32))
+SPEECH = _rule(
+    "matrices of encoder, TTS, MoG and the codec's blocks",
+    rf"(?={layout.SPEECH_MATRIX.pattern}).*",
+    EIGHT,
+    Quantised(8, 32),
+)
 
 
 def _named() -> dict[str, Plan]:

@@ -70,7 +70,7 @@ def until(what: Any, seconds: float = WAIT_SECONDS) -> None:
 
 def test_ready_when_a_conversation_can_begin() -> None:
     model, go = FakeModel(), threading.Event()
-    model.warm = lambda voice=None: go.wait(WAIT_SECONDS)  # type: ignore[assignment, method-assign]
+    model.warm = lambda voice=None, sessions=1: go.wait(WAIT_SECONDS)  # type: ignore[assignment, method-assign]
     with running_server(model, wait_ready=False, api_key="asked for elsewhere") as server:
         assert ready(server.url) in ((503, "loading"), (503, "warming"))
         go.set()

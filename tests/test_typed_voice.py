@@ -150,7 +150,7 @@ def test_a_call_that_is_cancelled_ends_its_process(tmp_path: Path) -> None:
 
 def test_none_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "mlx_voicechat.server"):
         assert find_voice() is None
     assert [record.getMessage() for record in caplog.records] == [typed_voice.NONE_FOUND]
 

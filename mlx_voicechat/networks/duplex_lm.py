@@ -82,7 +82,7 @@ class MambaMixer(nn.Module):
         self._taps = taps_of(self.conv1d.weight)
         bias = self.conv1d.bias if "bias" in self.conv1d else mx.zeros(self.conv1d.weight.shape[:1])
         self._conv_bias = bias.astype(mx.float32)
-        mx.eval(self._rate, self._dt_bias, self._skip, self._gain, self._taps, self._conv_bias)
+        mx.eval(self._rate, self._dt_bias, self._skip, self._gain, self._taps, self._conv_bias, *self._one)
 
     def init_state(self, batch: int, dtype: mx.Dtype) -> MambaState:
         c = self._config
