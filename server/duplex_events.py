@@ -97,7 +97,7 @@ def _response_done(session: DuplexSession, fields: Fields) -> Fields:
 
 
 def _audio_delta(session: DuplexSession, fields: Fields) -> Fields:
-    form, item = session.config.output_format, session.items.get(fields["item_id"])
+    form, item = session.config.output_format, session.spoken[fields["response_id"]]  # a client may delete it meanwhile
     marks = [] if item.speech is None else item.speech.marks[-1:]
     return {
         "format": form.beta_name,

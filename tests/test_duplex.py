@@ -144,6 +144,19 @@ def test_speech_that_is_not_answered_is_told() -> None:
     assert len(client.of("input_audio_buffer.committed")) == 1
 
 
+def test_an_item_that_is_deleted_while_it_is_spoken() -> None:
+    async def body(client: Client, engine: VirtualEngine) -> None:
+        client.send(spoken())
+        delta = await client.until(DELTA)
+        client.send({"type": "conversation.item.delete", "item_id": delta["item_id"]})
+        await client.until("response.done")
+
+    client = scene(body)
+    assert client.of("response.done")[0]["response"]["status"] == "completed"
+    assert len(client.of("conversation.item.deleted")) == 1
+    assert client.of("response.output_audio_transcript.done")[0]["transcript"] == "One two three four five six."
+
+
 def test_the_clients_word_for_speech() -> None:
     async def body(client: Client, engine: VirtualEngine) -> None:
         client.send(spoken(is_speech=True), {**said(0.2, loud=False, rate_hz=16_000), "is_speech": False})
