@@ -61,7 +61,7 @@ async def read(socket: ClientConnection, seen: dict[str, Any]) -> None:
 
 async def silent(url: str, seconds: float) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    async with connect(url, max_size=None) as socket:
+    async with connect(url, max_size=None, ping_interval=None) as socket:
         begin = time.monotonic()
         await socket.send(json.dumps({"type": "session.update", "session": {}}))
         await asyncio.wait_for(read(socket, seen), seconds + GRACE_SECONDS)
@@ -71,7 +71,7 @@ async def silent(url: str, seconds: float) -> dict[str, Any]:
 
 async def flooding(url: str, seconds: float) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    async with connect(url, max_size=None) as socket:
+    async with connect(url, max_size=None, ping_interval=None) as socket:
         begin, sent = time.monotonic(), 0
         reader = asyncio.create_task(read(socket, seen))
         recorded = pieces()
@@ -89,7 +89,7 @@ async def flooding(url: str, seconds: float) -> dict[str, Any]:
 async def never_reading(url: str, seconds: float) -> dict[str, Any]:
     """Its messages go out in real time; what comes is left lying until the server ends it."""
     seen: dict[str, Any] = {}
-    async with connect(url, max_size=None, max_queue=1) as socket:
+    async with connect(url, max_size=None, max_queue=1, ping_interval=None) as socket:
         begin, sent, recorded = time.monotonic(), 0, pieces()
         try:
             while time.monotonic() - begin < seconds:
