@@ -18,7 +18,7 @@ Draw = Callable[[mx.array], tuple[mx.array, mx.array]]  # what `draw_of` makes, 
 
 def draw_of(config: TtsConfig) -> Draw:
     """What draws a step's noise from its two keys (2, 2): uniform (5, C) in [0, 1), normal (5, Z); can be compiled."""
-    shapes = _shapes(config)
+    shapes = draw_shapes(config)
     return lambda keys: _drawn(keys, *shapes)
 
 
@@ -27,7 +27,7 @@ def draws_from(config: TtsConfig, seed: int, noise: Noise | None, draw: Draw | N
     drawn = draw or draw_of(config)
     if noise is None:
         return lambda step: Draws(*drawn(step_keys(seed, step)))
-    return lambda step: given_draws(noise, step, *_shapes(config))
+    return lambda step: given_draws(noise, step, *draw_shapes(config))
 
 
 def seeded_draws(seed: int, step: int, uniform: tuple[int, ...], normal: tuple[int, ...]) -> Draws:
@@ -44,7 +44,8 @@ def step_keys(seed: int, step: int) -> mx.array:
     return mx.array(np.random.SeedSequence([seed, step]).generate_state(4).reshape(2, 2))
 
 
-def _shapes(config: TtsConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+def draw_shapes(config: TtsConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of a step's draws: uniform (5, C), normal (5, Z)."""
     passes = len(config.pass_counts)
     return (passes, config.mog.num_predictions), (passes, config.latent_size)
 

@@ -14,7 +14,7 @@ from ..errors import MachineLostError
 from ..frame import Draws, leaves
 from ..networks.codec import CodecState
 from ..networks.ear_tts import TtsState
-from ..noise import seeded_draws
+from ..noise import draw_shapes, seeded_draws
 from ..voicechat import VoiceChat
 from .messages import NO_STEP, Kind, Message, floats, receive
 from .ring import Wire
@@ -105,20 +105,13 @@ class Speaker(VoiceChat):
 
     def _draws(self, message: Message, voice: Voice) -> Draws:
         """Noise of a step: sent with it, or from the conversation's seed."""
-        shapes = noise_shapes(self)
+        shapes = draw_shapes(self.config.tts)
         if message.payload:
             drawn = mx.array(floats(message.payload))
             cut = shapes[0][0] * shapes[0][1]
             return Draws(drawn[:cut].reshape(shapes[0]), drawn[cut:].reshape(shapes[1]))
         assert voice.seed is not None
         return seeded_draws(voice.seed, message.step, *shapes)
-
-
-def noise_shapes(model: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes of a step's draws, uniform and normal."""
-    tts = model.config.tts
-    passes = len(tts.pass_counts)
-    return (passes, tts.mog.num_predictions), (passes, tts.latent_size)
 
 
 def answer_size(model: Any) -> int:
