@@ -4,8 +4,9 @@
 
 Starts `mlx-voicechat serve --max-sessions 3` (MODEL: tiny). The silent client sends one update and then nothing: the
 server keeps its time with zeros. The flooding one sends recorded speech as fast as the socket takes it. The third sends
-speech in real time and reads nothing. Prints JSON: how each ended and after how long, frames in all, and the
-server's memory. Linux, which tells memory in /proc.
+speech in real time and reads nothing, so that its reason is seen in the server's count of errors alone. Prints JSON:
+how each ended and after how long, errors by code, frames in all, and the server's memory. Linux, which tells memory in
+/proc.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import soundfile
+from prometheus_client.parser import text_string_to_metric_families
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
@@ -103,12 +105,15 @@ async def never_reading(url: str, seconds: float) -> dict[str, Any]:
     return seen
 
 
-def frames_run(server: ServerProcess) -> float:
-    """Frames that the server's model ran so far."""
+def counted(server: ServerProcess) -> dict[str, Any]:
+    """Frames that the server's model ran so far, and its errors by code."""
     with urllib.request.urlopen(f"{server.url}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    found = [line.split() for line in lines if line.startswith("mlx_voicechat_frame_seconds_count")]
-    return sum(float(value) for _, value in found)
+        text = answer.read().decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {
+        "frames": sum(each.value for each in samples if each.name == "mlx_voicechat_frame_seconds_count"),
+        "errors": {each.labels["code"]: each.value for each in samples if each.name == "mlx_voicechat_errors_total"},
+    }
 
 
 async def measured(server: ServerProcess, query: str, seconds: float) -> dict[str, Any]:
@@ -127,7 +132,7 @@ async def measured(server: ServerProcess, query: str, seconds: float) -> dict[st
         "never_reading": deaf,
         "memory_mb": {"first": memory[5][1] / MB, "quarter": middle[0] / MB, "last": memory[-1][1] / MB},
         "most_mb": max(size for _, size in memory) / MB,
-        "frames": frames_run(server),
+        **counted(server),
     }
 
 

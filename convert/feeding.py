@@ -19,8 +19,9 @@ import mlx.nn as nn
 import numpy as np
 from scipy.linalg import blas
 
-from mlx_voicechat.networks.duplex_lm import Block, MambaMixer
+from mlx_voicechat.networks.duplex_lm import Block
 from mlx_voicechat.networks.linear import product_of_many_rows
+from mlx_voicechat.networks.mamba import MambaMixer
 from mlx_voicechat.weights import layout
 
 from . import moments

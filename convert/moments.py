@@ -22,8 +22,9 @@ from scipy.linalg import blas, lapack
 from mlx_voicechat.config import LlmConfig
 from mlx_voicechat.errors import InputError, VoiceChatError
 from mlx_voicechat.networks.cache import KvCache
-from mlx_voicechat.networks.duplex_lm import Attention, Block, DuplexLm, MambaMixer, MambaState
+from mlx_voicechat.networks.duplex_lm import Attention, Block, DuplexLm
 from mlx_voicechat.networks.linear import Product, add_product, product_of_many_rows
+from mlx_voicechat.networks.mamba import MambaMixer, MambaState
 
 CHUNK = 512  # positions of a block at once
 HEADS = "lm_head"  # both heads are given the same

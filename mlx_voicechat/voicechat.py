@@ -343,7 +343,7 @@ def load_opened(
     loaded = kind(name, config, opened.tokenizer, parameters, say, held.requantise)
     loaded.form = held
     wire(loaded)
-    loaded.tts.cache_dtype = memory.KV_TYPES[held.plan.kv_cache]
+    loaded.tts.backbone.cache_dtype = memory.KV_TYPES[held.plan.kv_cache]
     on_gpu = mx.default_device().type == mx.gpu
     if (on_gpu if options.compile is None else options.compile) and not loaded.compile():
         say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")

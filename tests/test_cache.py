@@ -46,14 +46,25 @@ def test_pieces_equal_whole(pieces: list[int], window: int | None) -> None:
     np.testing.assert_allclose(np.concatenate(got, axis=2), plain(queries, keys, values, window), atol=1e-6)
 
 
+def test_keys_and_values_may_come_as_one_array() -> None:
+    keys, values = history(9)
+    apart, joint = KvCache(window=5), KvCache(window=5)
+    for start, end in ((0, 3), (3, 4), (4, 6), (6, 8), (8, 9)):
+        piece = keys[:, :, start:end], values[:, :, start:end]
+        seen = zip(apart.update(*piece), joint.update(mx.concatenate(piece, axis=1)), strict=True)
+        for one, other in seen:
+            assert (one is None) == (other is None)
+            assert one is None or mx.array_equal(one, other)
+
+
 def test_growth_is_by_blocks_and_bounded_by_the_window() -> None:
     keys, values = history(1)
     cache = KvCache(window=BLOCK + 10)
     for _ in range(BLOCK + 50):
         cache.update(keys, values)
         mx.eval(cache.arrays)
-    assert cache.keys is not None
-    assert cache.keys.shape[2] == BLOCK + 10
+    assert cache.joint is not None
+    assert cache.joint.shape[2] == BLOCK + 10
     assert cache.offset == BLOCK + 50
 
 
@@ -65,8 +76,8 @@ def test_phase_moves_the_growth_to_another_frame() -> None:
         for _ in range(2 * BLOCK):
             cache.update(keys, values)
             mx.eval(cache.arrays)
-            assert cache.keys is not None
-            sizes.append(cache.keys.shape[2])
+            assert cache.joint is not None
+            sizes.append(cache.joint.shape[2])
         growths.append([i for i in range(1, len(sizes)) if sizes[i] != sizes[i - 1]])
     assert growths[0] != growths[1]
 
@@ -91,11 +102,9 @@ def test_a_copy_goes_on_alone(window: int | None, evaluated: bool) -> None:
 
 
 def test_a_narrow_cache_stores_and_hands_out_its_own_type() -> None:
-    keys, values = history(8)
-    cache = KvCache(window=6, dtype=mx.bfloat16)
+    keys, values = (each.astype(mx.bfloat16) for each in history(8))
+    cache = KvCache(window=6)
     cache.update(keys[:, :, :4], values[:, :, :4])
     seen = cache.copy().update(keys[:, :, 4:5], values[:, :, 4:5])
     assert seen[0].dtype == seen[1].dtype == mx.bfloat16
-    np.testing.assert_array_equal(
-        np.array(seen[0].astype(mx.float32)), np.array(keys[:, :, :5].astype(mx.bfloat16).astype(mx.float32))
-    )
+    np.testing.assert_array_equal(np.array(seen[0].astype(mx.float32)), np.array(keys[:, :, :5].astype(mx.float32)))

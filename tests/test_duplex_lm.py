@@ -16,7 +16,8 @@ from support.checkpoints import GOLDEN
 from support.listening import DISTINCT_LLM, close, duplex_lm, golden_llm, random_llm, random_weights
 
 from mlx_voicechat.config import LlmConfig
-from mlx_voicechat.networks.duplex_lm import CHUNK, DuplexLm, LlmState, MambaMixer, MambaState
+from mlx_voicechat.networks.duplex_lm import DuplexLm, LlmState
+from mlx_voicechat.networks.mamba import CHUNK, MambaMixer, MambaState
 
 ORACLE = dict(np.load(GOLDEN / "oracle" / "llm.npz"))
 PAD = 12
@@ -88,11 +89,11 @@ def test_state_after_the_run_equals_the_oracle(piece: int) -> None:
         past = mx.concatenate(list(mamba.conv), axis=1).swapaxes(1, 2)
         close(past, ORACLE[f"plain_cache{layer}_conv_states"][:, :, 1:])
     (cache,) = state.caches
-    assert cache.keys is not None
-    assert cache.values is not None
+    assert cache.joint is not None
+    keys, values = mx.split(cache.joint, 2, axis=1)
     assert cache.offset == 27
-    close(cache.keys[:, :, :27], ORACLE["plain_cache3_keys"])
-    close(cache.values[:, :, :27], ORACLE["plain_cache3_values"])
+    close(keys[:, :, :27], ORACLE["plain_cache3_keys"])
+    close(values[:, :, :27], ORACLE["plain_cache3_values"])
 
 
 @pytest.mark.parametrize("piece", [1, 3, 7, 300])

@@ -110,8 +110,8 @@ def test_room_of_a_cache(window: int | None, phase: int) -> None:
     position = mx.zeros((1, 1, 1, 1))
     for positions in range(1, 600):
         cache.update(position, position)
-        assert cache.keys is not None
-        assert cache.room(positions) == cache.keys.shape[2]
+        assert cache.joint is not None
+        assert cache.room(positions) == cache.joint.shape[2]
     assert KvCache(window, phase).room(0) == 0
 
 

@@ -12,7 +12,8 @@ from support.checkpoints import GOLDEN
 from support.listening import DISTINCT_LLM, close, golden_llm, random_llm
 
 from mlx_voicechat.config import LlmConfig
-from mlx_voicechat.networks.duplex_lm import DuplexLm, _scan_one
+from mlx_voicechat.networks import mamba
+from mlx_voicechat.networks.duplex_lm import DuplexLm
 from mlx_voicechat.weights.config_file import read_config
 
 with warnings.catch_warnings():
@@ -86,13 +87,15 @@ def test_blocks_equal_those_of_mlx_lm(case: str, piece: int) -> None:
         theirs = peer_step(peer, x[:, start : start + piece], caches)
         mx.eval(ours, theirs, state.arrays)
         close(ours, theirs)
-    mamba = [cache for cache in caches if isinstance(cache, ArraysCache)]
-    for mine, its in zip(state.mamba, mamba, strict=True):
+    kept = [cache for cache in caches if isinstance(cache, ArraysCache)]
+    for mine, its in zip(state.mamba, kept, strict=True):
         close(mine.ssm, its[1])
 
 
-def test_state_update_of_one_position_equals_that_of_mlx_lm() -> None:
+@pytest.mark.parametrize("one_kernel", [True, False])
+def test_state_update_of_one_position_equals_that_of_mlx_lm(one_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The function whose Metal kernel can take a Mamba step on a GPU, in the form it has on a CPU."""
+    monkeypatch.setattr(mamba, "ONE_KERNEL", one_kernel)
     llm = random_llm()
     config, mixer = DISTINCT_LLM, llm.llm.layers[0].mixer
     heads, width, size, groups = 6, 7, 9, 3
@@ -101,8 +104,8 @@ def test_state_update_of_one_position_equals_that_of_mlx_lm() -> None:
     value = mx.random.normal((1, 1, heads * width), key=keys[1])
     key, query = (mx.random.normal((1, 1, groups * size), key=k) for k in keys[2:4])
     raw = mx.random.normal((1, 1, heads), key=keys[4])
-    steps = mixer._time_steps(raw.reshape(1, groups, -1, 1, 1), *mixer._one)
-    read, after = _scan_one(value, key, query, *steps, state.ssm, groups)
+    steps = mixer._one_time_step(raw.reshape(1, 1, -1))
+    read, after = mamba._scan_one(value, key, query, *steps, state.ssm, groups)
     read = read + mixer._skip * value.reshape(read.shape)
     limit = config.time_step_limit or (0.0, math.inf)
     grouped = (a.reshape(1, 1, groups, size) for a in (key, query))

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from ..frame import State
+from ..networks import mamba
 from ..noise import draws_from
 from .counting import Count
 
@@ -38,7 +39,7 @@ def _attention(queries: mx.array, keys: mx.array, values: mx.array, **options: A
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Put the stand-ins in the place of `mx.fast` until the block ends; nothing on a GPU, which starts the real ones.
+    """Put the stand-ins in the place of `mx.fast` until the block ends, and take a GPU's ways; nothing on a GPU.
 
     What is traced, computed or kept meanwhile must not be used after it.
     """
@@ -50,7 +51,8 @@ def as_on_gpu() -> Iterator[None]:
     try:
         for name, stand_in in stand_ins.items():
             setattr(mx.fast, name, stand_in)
-        yield
+        with patch.object(mamba, "ONE_KERNEL", True):
+            yield
     finally:
         for name, original in originals.items():
             setattr(mx.fast, name, original)

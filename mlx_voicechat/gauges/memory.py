@@ -35,7 +35,7 @@ PUBLISHED = "mlx-community/NemotronLabs-VoiceChat-11B-{bits}bit"
 PUBLISHED_BITS, GROUP_SIZE, GROUP_BYTES = (8, 4), 64, 8  # a float32 scale and bias per group
 SHORT_SECONDS = 60  # of conversation, for the check at load
 AS_STORED: Requantisation = MappingProxyType({})  # no layer is quantised at load
-KV_TYPES = {"f32": None, "bf16": mx.bfloat16}  # of the TTS's attention caches, by LoadOptions.kv_cache; None: as made
+KV_TYPES = {"f32": mx.float32, "bf16": mx.bfloat16}  # of the TTS's attention caches, by LoadOptions.kv_cache
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -140,7 +140,7 @@ class States:
         self.rnnt = GreedyDecoder(self.language.rnnt_decoder, self.language.rnnt_joint, config.rnnt)
         norm = self.language.llm.norm_f
         norm.weight = norm.weight.astype(mx.float32 if types.float32_llm else mx.bfloat16)
-        self.tts.cache_dtype = KV_TYPES[kv_cache]
+        self.tts.backbone.cache_dtype = KV_TYPES[kv_cache]
 
     def session(self, frames: int, prompt_tokens: int = 0) -> dict[str, int]:
         """Bytes after so many frames, by network. Views count with the buffer that they keep."""

@@ -22,29 +22,27 @@ class KvCache:
     """Keys and values (B, heads, positions, head_dim) of everything seen, or of the last `window` positions.
 
     Rotary positions must already be in the keys: in a full ring the order of slots is not the order of time.
-    `phase` staggers the growth of a stack's layers, so that no frame copies more than one layer's cache. `dtype` is
-    what is stored and handed out; None stores what comes.
+    `phase` staggers the growth of a stack's layers, so that no frame copies more than one layer's cache. `joint`
+    (B, 2 heads, room, head_dim), None at first, holds the keys' heads before the values': one write a position.
     """
 
-    def __init__(self, window: int | None = None, phase: int = 0, dtype: mx.Dtype | None = None) -> None:
+    def __init__(self, window: int | None = None, phase: int = 0) -> None:
         self.window = window
         self.phase = phase % BLOCK
-        self.dtype = dtype
         self.offset = 0
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.joint: mx.array | None = None
 
     def copy(self) -> KvCache:
         """A cache that goes on independently; the memory is shared until one of the two writes."""
-        twin = KvCache(self.window, self.phase, self.dtype)
+        twin = KvCache(self.window, self.phase)
         twin.offset = self.offset
-        # A slice assignment changes the array object it is made on, so the twin needs objects of its own.
-        twin.keys, twin.values = (None if a is None else a[...] for a in (self.keys, self.values))
+        # A slice assignment changes the array object it is made on, so the twin needs an object of its own.
+        twin.joint = None if self.joint is None else self.joint[...]
         return twin
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [a for a in (self.keys, self.values) if a is not None]
+        return [] if self.joint is None else [self.joint]
 
     @property
     def positions(self) -> mx.array:
@@ -68,63 +66,67 @@ class KvCache:
 
     def reserve(self, rows: int, heads: int, head_dim: int, positions: int, dtype: mx.Dtype) -> None:
         """Room for `positions` in a fresh cache of B = `rows`; lazy, so that its size can be told without taking it."""
-        shape, dtype = (rows, heads, self.room(positions), head_dim), self.dtype or dtype
-        self.keys, self.values = mx.zeros(shape, dtype), mx.zeros(shape, dtype)
+        self.joint = mx.zeros((rows, 2 * heads, self.room(positions), head_dim), dtype)
 
-    def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
+    def update(self, *parts: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
         """Add T positions; returns keys, values and mask (T, positions) to attend with (None: attend to all).
 
-        `keys`, `values`: (B, heads, T, head_dim).
+        `parts`: keys and values, each (B, heads, T, head_dim), or one array with the heads of both.
         """
-        if self.dtype is not None:
-            keys, values = keys.astype(self.dtype), values.astype(self.dtype)
-        steps = keys.shape[2]
+        steps = parts[0].shape[2]
         start, end = self.offset, self.offset + steps
         self.offset = end
         if self.window is not None and end > self.window:
             if steps > 1:
-                return self._wrap_many(keys, values, start)
-            return *self._write(keys, values, start % self.window, self.window), None
-        all_keys, all_values = self._write(keys, values, start, end)
+                return self._wrap_many(mx.concatenate(list(parts), axis=1), start)
+            keys, values = _halves(self._write(parts, start % self.window, self.window))
+            return keys, values, None
+        keys, values = _halves(self._write(parts, start, end)[:, :, :end])
         mask = None
         if steps > 1:
             mask = mx.arange(end)[None] <= mx.arange(start, end)[:, None]
-        return all_keys[:, :, :end], all_values[:, :, :end], mask
+        return keys, values, mask
 
-    def _write(self, keys: mx.array, values: mx.array, at: int, needed: int) -> tuple[mx.array, mx.array]:
+    def _write(self, parts: Sequence[mx.array], at: int, needed: int) -> mx.array:
         """Put T positions at slot `at` of an allocation of at least `needed`; returns the whole allocation."""
-        all_keys, all_values = self._reserved(keys, values, needed)
-        all_keys[:, :, at : at + keys.shape[2]] = keys
-        all_values[:, :, at : at + keys.shape[2]] = values
-        return all_keys, all_values
+        joint, head = self._reserved(parts, needed), 0
+        for part in parts:
+            joint[:, head : head + part.shape[1], at : at + part.shape[2]] = part
+            head += part.shape[1]
+        return joint
 
-    def _reserved(self, keys: mx.array, values: mx.array, needed: int) -> tuple[mx.array, mx.array]:
-        have = 0 if self.keys is None else self.keys.shape[2]
-        if self.keys is not None and self.values is not None and have >= needed:
-            return self.keys, self.values
-        extra = self.room(needed) - have
-        self.keys, self.values = _extended(self.keys, keys, extra), _extended(self.values, values, extra)
-        return self.keys, self.values
+    def _reserved(self, parts: Sequence[mx.array], needed: int) -> mx.array:
+        have = 0 if self.joint is None else self.joint.shape[2]
+        if self.joint is not None and have >= needed:
+            return self.joint
+        batch, _, _, width = parts[0].shape
+        heads = sum(part.shape[1] for part in parts)
+        blank = mx.zeros((batch, heads, self.room(needed) - have, width), parts[0].dtype)
+        self.joint = blank if self.joint is None else mx.concatenate([self.joint, blank], axis=2)
+        return self.joint
 
-    def _wrap_many(self, keys: mx.array, values: mx.array, start: int) -> tuple[mx.array, mx.array, mx.array]:
+    def _wrap_many(self, new: mx.array, start: int) -> tuple[mx.array, mx.array, mx.array]:
         """Several positions at once across the end of the ring: attend over time-ordered keys, then refill it."""
-        window, end = self.window, start + keys.shape[2]
+        window, end = self.window, start + new.shape[2]
         assert window is not None
         kept = min(start, window - 1)
-        ordered = [keys, values]
-        if kept and self.keys is not None and self.values is not None:
+        ordered = new
+        if kept and self.joint is not None:
             slots = mx.arange(start - kept, start) % window
-            ordered = [
-                mx.concatenate([mx.take(old, slots, axis=2), new], axis=2)
-                for old, new in ((self.keys, keys), (self.values, values))
-            ]
+            ordered = mx.concatenate([mx.take(self.joint, slots, axis=2), new], axis=2)
         positions = mx.arange(start - kept, end)[None]
         queries = mx.arange(start, end)[:, None]
         mask = (positions <= queries) & (positions > queries - window)
         newest = mx.arange(end - window, end) - (start - kept)
         order = mx.argsort(mx.arange(end - window, end) % window)
-        self.keys, self.values = (mx.take(a, newest[order], axis=2) for a in ordered)
-        return ordered[0], ordered[1], mask
+        self.joint = mx.take(ordered, newest[order], axis=2)
+        return *_halves(ordered), mask
+
+
+def _halves(joint: mx.array) -> tuple[mx.array, mx.array]:
+    """Views of keys and values."""
+    keys, values = mx.split(joint, 2, axis=1)
+    return keys, values
 
 
 class CacheRows(KvCache):
@@ -159,7 +161,7 @@ class CacheRows(KvCache):
         attended: dict[int, mx.array] = {}
         for index, (cache, *rows) in enumerate(zip(self._caches, *parts, strict=False)):
             if cache is not None:
-                held = groups if cache.keys is None else cache.keys.shape[0]
+                held = groups if cache.joint is None else cache.joint.shape[0]
                 out = attend([row[:held].squeeze(1) for row in rows], cache)
                 attended[index] = mx.broadcast_to(out, (groups, *out.shape[1:]))
         first = next(iter(attended.values()))
@@ -170,9 +172,3 @@ class CacheRows(KvCache):
 def filled(rows: Sequence[_Row], count: int) -> list[_Row]:
     """`count` rows: the first again for those that are missing, so that what fills a slab up asks for nothing new."""
     return [*rows, *[rows[0]] * (count - len(rows))]
-
-
-def _extended(old: mx.array | None, like: mx.array, extra: int) -> mx.array:
-    batch, heads, _, width = like.shape
-    blank = mx.zeros((batch, heads, extra, width), like.dtype)
-    return blank if old is None else mx.concatenate([old, blank], axis=2)

@@ -28,7 +28,9 @@ from .subword import SubwordEncoder
 # What the two halves of a head are multiplied by, each (1, T, 1, 2, head_dim / 2); of single frames at positions of
 # their own (rows, 1, 1, 2, head_dim / 2).
 Rotation = tuple[mx.array, mx.array]
-Projected = tuple[mx.array, mx.array, mx.array]  # queries, keys, values (rows, heads, T, head_dim)
+Projected = tuple[
+    mx.array, mx.array
+]  # queries (rows, heads, T, head_dim), and keys before values (rows, 2 kv heads, ...)
 
 
 class TtsState(NamedTuple):
@@ -70,26 +72,32 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self._head_dim, RMS_EPS)
 
     def prepare(self) -> None:
-        """Norm weights of all query and key heads as one (heads, 1, head_dim / 2) per half, the query scale in them."""
-        queries = mx.broadcast_to(self.q_norm.weight * GEMMA_QUERY_SCALE, (self._heads, self._head_dim))
-        keys = mx.broadcast_to(self.k_norm.weight, (self.kv_heads, self._head_dim))
-        gain = mx.concatenate([queries, keys]).reshape(-1, 2, self._head_dim // 2)
+        """Norm weights of all heads as one (heads, 1, head_dim / 2) per half, the query scale in them, values' 0."""
+        counts = (self._heads, self.kv_heads, self.kv_heads)
+        weights = (self.q_norm.weight * GEMMA_QUERY_SCALE, self.k_norm.weight, mx.zeros((self._head_dim,)))
+        gains = [
+            mx.broadcast_to(weight, (count, self._head_dim)) for weight, count in zip(weights, counts, strict=True)
+        ]
+        gain = mx.concatenate(gains).reshape(-1, 2, self._head_dim // 2)
         self._gains = [mx.contiguous(half) for half in mx.split(gain, 2, axis=1)]
-        mx.eval(self._gains)
+        self._turns = mx.arange(len(gain))[:, None, None] < self._heads + self.kv_heads
+        mx.eval(self._gains, self._turns)
 
-    def project(self, x: mx.array, rotation: Rotation) -> Projected:
-        """x (rows T, W), T as in the rotation -> queries, keys, values (rows, heads, T, head_dim).
+    def project(self, x: mx.array, rotation: Rotation, dtype: mx.Dtype) -> Projected:
+        """x (rows T, W), T as in the rotation -> queries, and keys and values, all in the cache's `dtype`.
 
-        Half-split rotary positions written as `first * near + second * far`, so that gain and rotation are one kernel.
+        Half-split rotary positions written as `first * near + second * far`, so that gain, rotation and type are one
+        kernel; it passes values through, so that they come in one array with the keys.
         """
         (near, far), (first_gain, second_gain) = rotation, self._gains
-        steps, heads, turning, size = near.shape[1], self._heads, self._heads + self.kv_heads, self._head_dim
-        qkv = self.qkv_proj(x).reshape(-1, steps, turning + self.kv_heads, size)
-        normed = mx.fast.rms_norm(qkv, None, RMS_EPS)[:, :, :turning]
-        first, second = mx.split(normed.reshape(-1, steps, turning, 2, size // 2), 2, axis=-2)
+        steps, size = near.shape[1], self._head_dim
+        shape = (-1, steps, len(self._turns), 2, size // 2)
+        qkv = self.qkv_proj(x).reshape(*shape[:3], size)
+        first, second = mx.split(mx.fast.rms_norm(qkv, None, RMS_EPS).reshape(shape), 2, axis=-2)
         turned = first * (first_gain * near) + second * (second_gain * far)
-        queries, keys = mx.split(turned, [heads], axis=2)
-        return _by_head(queries, steps, size), _by_head(keys, steps, size), _by_head(qkv[:, :, turning:], steps, size)
+        joint = mx.where(self._turns, turned, qkv.reshape(shape)).astype(dtype)
+        queries, keys_values = mx.split(joint, [self._heads], axis=2)
+        return _by_head(queries, steps, size), _by_head(keys_values, steps, size)
 
 
 def _by_head(x: mx.array, steps: int, head_dim: int) -> mx.array:
@@ -103,18 +111,16 @@ def _by_head(x: mx.array, steps: int, head_dim: int) -> mx.array:
 def attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> mx.array:
     """Queries (rows, heads, T, head_dim) over the cache -> (rows T, heads * head_dim); the scale is in the queries.
 
-    Products with a narrower cache are in its type, so that no frame widens it; the softmax is in float32.
+    Products are in the cache's type, in which the queries come, so that no frame widens it; the softmax sums in float32.
     One frame takes three plain kernels: the released head size (72) has no fused one, and its fallback takes four.
     """
     rows, heads, steps, head_dim = queries.shape
     if steps > 1:
-        queries = queries.astype(keys.dtype)
         mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask).astype(mx.float32)
         return mixed.swapaxes(1, 2).reshape(rows * steps, heads * head_dim)
-    grouped = queries.reshape(rows, keys.shape[1], -1, head_dim)
-    scores = (grouped.astype(keys.dtype) @ keys.swapaxes(-1, -2)).astype(queries.dtype)
-    weights = mx.softmax(scores, axis=-1).astype(values.dtype)
-    return (weights @ values).astype(queries.dtype).reshape(rows, heads * head_dim)
+    scores = queries.reshape(rows, keys.shape[1], -1, head_dim) @ keys.swapaxes(-1, -2)
+    mixed = mx.softmax(scores, axis=-1, precise=True) @ values
+    return mixed.astype(mx.float32).reshape(rows, heads * head_dim)
 
 
 class GemmaBlock(nn.Module):
@@ -129,9 +135,9 @@ class GemmaBlock(nn.Module):
         self.mlp = GatedMlp(config.hidden_size, config.intermediate_size)
         self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, RMS_EPS)
 
-    def start(self, x: mx.array, rotation: Rotation) -> Projected:
-        """x (rows T, W) -> queries, keys, values."""
-        return self.self_attn.project(self.input_layernorm(x), rotation)
+    def start(self, x: mx.array, rotation: Rotation, dtype: mx.Dtype) -> Projected:
+        """x (rows T, W) -> queries, keys and values in `dtype`."""
+        return self.self_attn.project(self.input_layernorm(x), rotation, dtype)
 
     def finish(self, x: mx.array, attended: mx.array) -> mx.array:
         """x (rows T, W), attended (rows T, heads * head_dim) -> (rows T, W)."""
@@ -148,6 +154,7 @@ class Backbone(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, RMS_EPS)
         self._window = config.sliding_window
         self._head_dim = config.head_dim
+        self.cache_dtype = mx.float32
         between = [self._between(i) for i in range(1, len(self.layers))]
         self._plain: tuple[Callable[..., Any], ...] = (self._first, *between, self._last)
         self._pieces = self._plain
@@ -170,15 +177,14 @@ class Backbone(nn.Module):
         """Let single frames run as one compiled function between two attentions."""
         self._pieces = tuple(mx.compile(piece) for piece in self._plain)
 
-    def init_caches(self, dtype: mx.Dtype | None = None) -> tuple[KvCache, ...]:
-        """Empty caches that store `dtype`; None stores keys and values as they are, float32."""
+    def init_caches(self) -> tuple[KvCache, ...]:
         layers = range(len(self.layers))
-        return tuple(KvCache(None if self.is_global(i) else self._window, phase=i, dtype=dtype) for i in layers)
+        return tuple(KvCache(None if self.is_global(i) else self._window, phase=i) for i in layers)
 
     def reserve(self, caches: Sequence[KvCache], rows: int, positions: int) -> None:
         """Room for `positions` of `rows` in fresh caches; lazy (`KvCache.reserve`)."""
         for layer, cache in zip(self.layers, caches, strict=True):
-            cache.reserve(rows, layer.self_attn.kv_heads, self._head_dim, positions, mx.float32)
+            cache.reserve(rows, layer.self_attn.kv_heads, self._head_dim, positions, self.cache_dtype)
 
     def __call__(self, x: mx.array, caches: Sequence[KvCache]) -> mx.array:
         """Embeddings (rows, T, W) that follow what `caches` hold -> hidden states (rows, T, W); writes the caches."""
@@ -193,8 +199,8 @@ class Backbone(nn.Module):
 
     @staticmethod
     def _attend(projected: Projected, cache: KvCache) -> mx.array:
-        queries, keys, values = projected
-        return attend(queries, *cache.update(keys, values))
+        queries, keys_values = projected
+        return attend(queries, *cache.update(keys_values))
 
     def _first(self, x: mx.array, positions: mx.array) -> tuple[tuple[Rotation, Rotation], Projected]:
         """Rotations of local and global layers at `positions`, and the start of block 0.
@@ -211,12 +217,12 @@ class Backbone(nn.Module):
         if apart:
             local, wide = ((near.swapaxes(0, 1), far.swapaxes(0, 1)) for near, far in (local, wide))
         rotations = local, wide
-        return rotations, self.layers[0].start(x, rotations[self.is_global(0)])
+        return rotations, self.layers[0].start(x, rotations[self.is_global(0)], self.cache_dtype)
 
     def _between(self, i: int) -> Callable[[mx.array, mx.array, Rotation], tuple[mx.array, Projected]]:
         def piece(x: mx.array, attended: mx.array, rotation: Rotation) -> tuple[mx.array, Projected]:
             x = self.layers[i - 1].finish(x, attended)
-            return x, self.layers[i].start(x, rotation)
+            return x, self.layers[i].start(x, rotation, self.cache_dtype)
 
         return piece
 
@@ -266,7 +272,6 @@ class EarTts(nn.Module):
         self.null_emb = mx.zeros((width,))
         self.embed_subword = SubwordEncoder(config, vocab_size)
         self.mog_head = MogHead(config)
-        self.cache_dtype: mx.Dtype | None = None
 
     def text_rows(self, char_ids: Sequence[Sequence[int]], multiply: Product = product) -> mx.array:
         """Characters of ids 0 .. V-1 -> the table (V, W) of their text shares, evaluated."""
@@ -321,7 +326,7 @@ class EarTts(nn.Module):
         return TtsState(
             latent=mx.zeros((batch, self._config.latent_size)),
             controls=sampling_controls(scale, top_p, noise, batch),
-            caches=self.backbone.init_caches(self.cache_dtype),
+            caches=self.backbone.init_caches(),
             guidance_rows=1 if scale == 0 else 2,
         )
 
