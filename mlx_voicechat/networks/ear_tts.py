@@ -111,7 +111,7 @@ def _by_head(x: mx.array, steps: int, head_dim: int) -> mx.array:
 def attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> mx.array:
     """Queries (rows, heads, T, head_dim) over the cache -> (rows T, heads * head_dim); the scale is in the queries.
 
-    Products are in the cache's type, in which the queries come, so that no frame widens it; the softmax sums in float32.
+    Products are in the cache's type, in which queries come, so that no frame widens it; the softmax sums in float32.
     One frame takes three plain kernels: the released head size (72) has no fused one, and its fallback takes four.
     """
     rows, heads, steps, head_dim = queries.shape
