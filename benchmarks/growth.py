@@ -90,7 +90,7 @@ def main() -> None:
         if index % 500 == 0 and sys.stderr.isatty():
             print(f"{index} frames", file=sys.stderr)
     gc.collect()
-    resident, held = resident_bytes() - first_resident, caches() - first_caches
+    resident, cached = resident_bytes() - first_resident, caches() - first_caches
     early = statistics.median(times[WARM : WARM + arguments.window])
     late = statistics.median(times[-arguments.window :])
     lengths = (WARM + arguments.window // 2, arguments.frames - arguments.window // 2)
@@ -103,8 +103,8 @@ def main() -> None:
                 "attention_alone_ms": [round(value, 2) for value in alone],
                 "increase_over_attention": round((late - early) / (alone[1] - alone[0]), 2),
                 "resident_growth_mb": round(resident / 2**20, 1),
-                "caches_growth_mb": round(held / 2**20, 1),
-                "growth_beyond_caches_mb": round((resident - held) / 2**20, 1),
+                "caches_growth_mb": round(cached / 2**20, 1),
+                "growth_beyond_caches_mb": round((resident - cached) / 2**20, 1),
             },
             indent=2,
         )

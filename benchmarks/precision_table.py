@@ -55,10 +55,10 @@ def main() -> None:
 
 
 def _row(config: ModelConfig, stored: dict[str, Stored], place: plans.Place) -> plans.Row | None:
-    held, frames = plans.hold(config, stored, LoadOptions(), place), round(LONG_SECONDS / config.frame_seconds)
-    told = memory.announce(config, stored, frames, requantise=held.requantise, states=held.states)
-    fits = told.total <= GPU_PART * place.memory_bytes
-    return plans.row(config, stored, held.plan, place.gbps()) if fits else None
+    form, frames = plans.choose(config, stored, LoadOptions(), place), round(LONG_SECONDS / config.frame_seconds)
+    announced = memory.announce(config, stored, frames, requantise=form.requantise, states=form.states)
+    fits = announced.total <= GPU_PART * place.memory_bytes
+    return plans.row(config, stored, form.plan, place.gbps()) if fits else None
 
 
 if __name__ == "__main__":

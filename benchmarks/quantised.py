@@ -151,13 +151,13 @@ def heads(
     checkpoint: str, tested: list[Question], gathered: calibration.Calibration, work: Path, names: Sequence[str]
 ) -> None:
     """Equal choices and divergence, told the ids of the checkpoint as it is; all frames of a recording at once."""
-    told = [each.ids for each in answers(checkpoint, tested)]
-    expected = logits(checkpoint, tested, told)
+    forced = [each.ids for each in answers(checkpoint, tested)]
+    expected = logits(checkpoint, tested, forced)
     for name in names:
         folder = work / name.replace(" ", "-")
         if not folder.is_dir():
             convert(checkpoint, name, gathered, folder)
-        found = logits(str(folder), tested, told)
+        found = logits(str(folder), tested, forced)
         same = (expected.argmax(-1) == found.argmax(-1)).mean(axis=0)
         apart = divergence(expected, found).mean(axis=0)
         print(
@@ -167,11 +167,11 @@ def heads(
         )
 
 
-def logits(checkpoint: str, tested: list[Question], told: list[np.ndarray]) -> np.ndarray:
+def logits(checkpoint: str, tested: list[Question], forced: list[np.ndarray]) -> np.ndarray:
     """Of both heads, (frames of all recordings, 2, V)."""
     model = listening.listener(checkpoint, open_model(checkpoint), quiet)
     found = []
-    for question, ids in zip(tested, told, strict=True):
+    for question, ids in zip(tested, forced, strict=True):
         samples = np.zeros(len(ids) * model.config.frame_samples_in, np.float32)
         spoken = np.asarray(read_all(question.path))
         samples[: len(spoken)] = spoken[: len(samples)]
@@ -188,22 +188,22 @@ def quiet(text: str) -> None:
     """Notices are not shown."""
 
 
-def answers(checkpoint: str, tested: list[Question], told: list[Run] | None = None) -> list[Run]:
+def answers(checkpoint: str, tested: list[Question], forced: list[Run] | None = None) -> list[Run]:
     """What a checkpoint gives, each recording followed by silence; `told` the ids of other runs."""
     model = listening.listener(checkpoint, open_model(checkpoint), quiet)
     silence = np.zeros(round(SILENCE_SECONDS * model.config.input_rate_hz), np.float32)
     heard = [np.concatenate([np.asarray(read_all(each.path)), silence]) for each in tested]
-    return [run(model, samples, None if told is None else told[n].ids) for n, samples in enumerate(heard)]
+    return [run(model, samples, None if forced is None else forced[n].ids) for n, samples in enumerate(heard)]
 
 
 def report(
     name: str, checkpoint: str, tested: list[Question], expected: list[Run], own: list[Run] | None = None
 ) -> None:
     """A row: answers that are right, ids that are equal, and the divergence of both heads."""
-    told = answers(checkpoint, tested, expected) if own is None else own
+    forced = answers(checkpoint, tested, expected) if own is None else own
     own = answers(checkpoint, tested) if own is None else own
     right = sum(given.text.strip() == question.answer for given, question in zip(own, tested, strict=True))
-    found = [measures(first, second, 22050) for first, second in zip(expected, told, strict=True)]
+    found = [measures(first, second, 22050) for first, second in zip(expected, forced, strict=True)]
     ids = np.concatenate([first.ids == second.ids for first, second in zip(expected, own, strict=True)]).mean(axis=0)
     told_text, told_function, kl_text, kl_function = (
         float(np.average([getattr(each, what) for each in found], weights=[each.frames for each in found]))

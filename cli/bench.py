@@ -61,8 +61,8 @@ def bench(
     It hears a quiet room. Stage times come from frames that wait for the device after each stage, the total and the
     real-time factor from those between them.
     """
-    held = LoadOptions(compiled, speech_weights, kv_cache, arithmetic, shard_llm=shard_llm)
-    if helps(model, held):
+    load_options = LoadOptions(compiled, speech_weights, kv_cache, arithmetic, shard_llm=shard_llm)
+    if helps(model, load_options):
         return
     targets = Targets(profile_frames=frames_file())
     targets.check("-")
@@ -75,7 +75,7 @@ def bench(
         report, every_frame = measure(
             model,
             frames,
-            held,
+            load_options,
             bandwidth_gbps=bandwidth,
             parts=wants_parts(),
             sessions=sessions,

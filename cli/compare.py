@@ -58,9 +58,9 @@ def table(report: Report) -> str:
     lines += [_of_recording(each) for each in report.recordings]
     found = report.totals()
     count = len(report.recordings)
-    told = [f"{found[name]:.2%}" for name in ("same_text", "same_function")]
+    forced = [f"{found[name]:.2%}" for name in ("same_text", "same_function")]
     apart = [f"{found[name]:.2g}" for name in ("kl_text", "kl_function")]
-    lines.append(_row("all", *told, *apart, f"{found['same_code']:.1%}", f"{found['log_mel']:.3f}"))
+    lines.append(_row("all", *forced, *apart, f"{found['same_code']:.1%}", f"{found['log_mel']:.3f}"))
     lines.append("A's ids were told to B but for the last column: the first frame at which B on its own chose another.")
     lines.append(
         f"on its own: same text ids {found['own_same_text']:.2%}, function ids {found['own_same_function']:.2%}, "
@@ -76,15 +76,15 @@ def table(report: Report) -> str:
 
 
 def _of_recording(compared: Compared) -> str:
-    told, own = compared.told, compared.own
+    forced, own = compared.forced, compared.own
     return _row(
         compared.name,
-        f"{told.same_text:.2%}",
-        f"{told.same_function:.2%}",
-        f"{told.kl_text:.2g}",
-        f"{told.kl_function:.2g}",
-        f"{told.same_code:.1%}",
-        f"{told.log_mel:.3f}",
+        f"{forced.same_text:.2%}",
+        f"{forced.same_function:.2%}",
+        f"{forced.kl_text:.2g}",
+        f"{forced.kl_function:.2g}",
+        f"{forced.same_code:.1%}",
+        f"{forced.log_mel:.3f}",
         "-" if own.first_difference is None else str(own.first_difference),
     )
 

@@ -64,7 +64,7 @@ class Facts:
     librosa_fault: str = ""
     temporary: str = ""
     temporary_fault: str = ""
-    held: Mapping[str, CachedModel] = field(default_factory=dict)  # by name: 4bit, 8bit, bf16
+    cached: Mapping[str, CachedModel] = field(default_factory=dict)  # by name: 4bit, 8bit, bf16
     # Memory by name, after one minute and after ten; empty if it cannot be told.
     needs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     # What can be had, best first (`recommendation.Candidate`); empty without MLX.
@@ -148,7 +148,7 @@ def _memory(facts: Facts) -> Check:
 
 def _disk(facts: Facts) -> Check:
     text = f"{_gb(facts.free_bytes)} free at {facts.cache}"
-    if any(model.state == "complete" for model in facts.held.values()):
+    if any(model.state == "complete" for model in facts.cached.values()):
         return Check("disk", OK, text)
     to_come = {name: size - _arrived(facts, name) for name, size in DOWNLOAD_BYTES.items()}
     name, least = min(to_come.items(), key=lambda item: item[1])
@@ -163,7 +163,7 @@ def _cache(facts: Facts) -> list[Check]:
         text = f"huggingface_hub cannot be imported: {facts.hub_fault}"
         return [Check("hub cache", WARNING, text, "Only folders can be named as a model: pip install huggingface_hub")]
     checks = []
-    for name, model in facts.held.items():
+    for name, model in facts.cached.items():
         if model.state == "complete":
             checks.append(Check(f"cache, {name}", OK, f"complete, {_gb(model.bytes)}"))
         elif model.state == "partial":
@@ -252,7 +252,7 @@ def _speed(facts: Facts) -> list[Check]:
 
 
 def _arrived(facts: Facts, name: str) -> int:
-    return facts.held[name].bytes if name in facts.held else 0
+    return facts.cached[name].bytes if name in facts.cached else 0
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -297,7 +297,7 @@ def probe() -> Facts:
         librosa_fault=librosa_fault,
         temporary=temporary,
         temporary_fault=temporary_fault,
-        held={} if hub_fault else _cached(),
+        cached={} if hub_fault else _cached(),
         needs=_needs(),
         **_forms(mlx),
     )

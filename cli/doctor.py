@@ -48,10 +48,10 @@ def report(facts: Facts, checks: Sequence[Check]) -> dict[str, Any]:
     from .diagnosis import STOP
 
     found = {entry.name: getattr(facts, entry.name) for entry in dataclasses.fields(facts)}
-    held = {name: each._asdict() | {"folder": str(each.folder or "")} for name, each in facts.held.items()}
+    cached = {name: each._asdict() | {"folder": str(each.folder or "")} for name, each in facts.cached.items()}
     found["candidates"] = [each._asdict() for each in facts.candidates]
     runs = all(check.level != STOP for check in checks)
-    return {"runs": runs, "checks": [check._asdict() for check in checks], "facts": found | {"held": held}}
+    return {"runs": runs, "checks": [check._asdict() for check in checks], "facts": found | {"held": cached}}
 
 
 def text(checks: Sequence[Check], facts: Facts | None = None) -> str:

@@ -117,8 +117,8 @@ def generate(
         note("-n is ignored: the output is as long as the recording and the silence after it.")
     targets = Targets(output_audio, both_sides, events, profile_json, frames_file() if profile else None)
     targets.check(audio)
-    held = LoadOptions(compiled, speech_weights, kv_cache, arithmetic, shard_llm=shard_llm)
-    if helps(model, held):
+    load_options = LoadOptions(compiled, speech_weights, kv_cache, arithmetic, shard_llm=shard_llm)
+    if helps(model, load_options):
         return
 
     from .tool_sources import ToolOptions
@@ -135,7 +135,7 @@ def generate(
 
     def load(total_seconds: float) -> VoiceChat:
         worth_it = True if compiled is None and total_seconds >= COMPILE_WORTH_SECONDS else compiled
-        return open_model(model, replace(held, compile=worth_it))
+        return open_model(model, replace(load_options, compile=worth_it))
 
     _answer(_Asked(audio, max_seconds, extra_decoding_seconds, stream, as_json, targets, load, options, wanted))
 

@@ -80,7 +80,7 @@ def describe(
     opened = checkpoint.open_folder(folder)
     config, stored, version = opened.config, opened.stored, opened.format
     options = LoadOptions(None, speech_weights, kv_cache, arithmetic)
-    chosen, plan, states = plans.hold(config, stored, options)
+    chosen, plan, states = plans.choose(config, stored, options)
     lengths = {seconds: round(seconds / config.frame_seconds) for seconds in ANNOUNCED_SECONDS}
     announced = {s: memory.announce(config, stored, n, requantise=plan, states=states) for s, n in lengths.items()}
     first = announced[ANNOUNCED_SECONDS[0]]

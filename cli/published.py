@@ -22,9 +22,9 @@ def needs() -> dict[str, tuple[int, int]]:
     found = {}
     for name in DOWNLOAD_BYTES:
         stored = headers(config, _bits(name))
-        held = plans.hold(config, stored, LoadOptions(speech_weights="q8"))
+        form = plans.choose(config, stored, LoadOptions(speech_weights="q8"))
         first, later = (
-            memory.announce(config, stored, n, requantise=held.requantise, states=held.states).total
+            memory.announce(config, stored, n, requantise=form.requantise, states=form.states).total
             for n in (short, long)
         )
         found[name] = (first, later)

@@ -104,8 +104,8 @@ def serve(
         raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
     _check_tls(ssl_certfile, ssl_keyfile)
     _check_key(api_key)
-    held = LoadOptions(compiled, speech_weights, kv_cache, arithmetic, max_sessions, shard_llm)
-    if helps(model, held):
+    load_options = LoadOptions(compiled, speech_weights, kv_cache, arithmetic, max_sessions, shard_llm)
+    if helps(model, load_options):
         return
 
     from mlx_voicechat.server.listening import listen
@@ -122,7 +122,9 @@ def serve(
         _note_risks(settings)
         sources = opened.enter_context(ToolSources(wanted, note))
         settings = dataclasses.replace(settings, tools=sources.tools)
-        ended_by, running = _run(settings, listeners, lambda lost: sources.fit_to(open_model(model, held, lost)))
+        ended_by, running = _run(
+            settings, listeners, lambda lost: sources.fit_to(open_model(model, load_options, lost))
+        )
     _leave(ended_by, running)
 
 

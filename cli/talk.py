@@ -186,9 +186,9 @@ def talk(
             conversation = _recorded(files, file, max_seconds, extra_decoding_seconds, fast)
         if url is None:
             sources = files.enter_context(ToolSources(wanted, client.say))
-            held = LoadOptions(compiled, speech_weights, kv_cache, arithmetic)
+            load_options = LoadOptions(compiled, speech_weights, kv_cache, arithmetic)
             url, api_key = here.start(
-                lambda: sources.fit_to(open_model(model, held)),
+                lambda: sources.fit_to(open_model(model, load_options)),
                 model=model,
                 voice=voice,
                 max_audio_seconds=max_seconds + extra_decoding_seconds,

@@ -48,9 +48,9 @@ class Target(NamedTuple):
         if self.bits is not None:
             wanted, least = self.bits * weights, f"{min(AFFINE_BITS)} bits"
         else:
-            held = sum(math.prod(layer.tensor.shape) * layer.setting.bits for layer in body)
-            wanted = ((self.gigabytes or 0) * 1e9 - job.bytes) * 8 + held
-            least = gigabytes(job.bytes + (min(AFFINE_BITS) * weights - held) / 8)
+            bits = sum(math.prod(layer.tensor.shape) * layer.setting.bits for layer in body)
+            wanted = ((self.gigabytes or 0) * 1e9 - job.bytes) * 8 + bits
+            least = gigabytes(job.bytes + (min(AFFINE_BITS) * weights - bits) / 8)
         if wanted < min(AFFINE_BITS) * weights:
             raise InputError(
                 f"The target is out of reach with plan {job.plan.name}: its least is {least}.",
@@ -101,8 +101,8 @@ def measure(
 
 def _read(path: Path, key: str) -> dict[int, float] | None:
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        return {int(bits): float(cost) for bits, cost in held["costs"].items()} if held["key"] == key else None
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return {int(bits): float(cost) for bits, cost in saved["costs"].items()} if saved["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -46,10 +46,10 @@ class Own(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A recording: `told` the first checkpoint's ids, and on its `own`; what both said."""
+    """A recording: `forced` to the first checkpoint's ids, and on its `own`; what both said."""
 
     name: str
-    told: Measures
+    forced: Measures
     own: Own
     texts: tuple[str, str]
 
@@ -72,10 +72,10 @@ class Report(NamedTuple):
 
     def totals(self) -> dict[str, float | int]:
         """Means by frame, and errors by word."""
-        frames = np.array([each.told.frames for each in self.recordings])
+        frames = np.array([each.forced.frames for each in self.recordings])
         found: dict[str, float | int] = {"frames": int(frames.sum())}
         for name in Measures._fields[1:]:
-            values = np.array([getattr(each.told, name) for each in self.recordings])
+            values = np.array([getattr(each.forced, name) for each in self.recordings])
             found[name] = float((values * frames).sum() / frames.sum())
         for name in ("same_text", "same_function"):
             values = np.array([getattr(each.own, name) for each in self.recordings])
@@ -91,7 +91,7 @@ class Report(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """For `--json`."""
         recordings = [
-            {"name": each.name, "told": each.told._asdict(), "own": each.own._asdict(), "texts": list(each.texts)}
+            {"name": each.name, "told": each.forced._asdict(), "own": each.own._asdict(), "texts": list(each.texts)}
             for each in self.recordings
         ]
         sizes = [size._asdict() for size in self.sizes]
@@ -176,8 +176,8 @@ class Comparison:
             progress("second", number, len(self._heard))
             samples, options = self._samples(recording), self._options(recording)
             file = folder / f"{number}.npy"
-            told = run(model, samples, first.ids, **options)
-            apart = measures(first._replace(logits=np.load(file)), told, self._config.output_rate_hz)
+            forced = run(model, samples, first.ids, **options)
+            apart = measures(first._replace(logits=np.load(file)), forced, self._config.output_rate_hz)
             file.unlink()
             own = run(model, samples, **options)
             found.append(Compared(recording.path.name, apart, _own(first, own), (first.text, own.text)))
@@ -206,8 +206,8 @@ def _own(first: Run, second: Run) -> Own:
 
 def _size(name: str, opened: Checkpoint, bandwidth_gbps: float) -> Size:
     config, stored = opened.config, opened.stored
-    held = plans.hold(config, stored, LoadOptions())
+    form = plans.choose(config, stored, LoadOptions())
     positions = round(FLOOR_SECONDS / config.frame_seconds)
-    moved = sum(traffic.traffic(config, stored, positions, held.requantise, held.states).values())
+    moved = sum(traffic.traffic(config, stored, positions, form.requantise, form.states).values())
     weights = sum(map(stored_bytes, stored.values()))
     return Size(name, weights, moved, traffic.milliseconds(moved, bandwidth_gbps))

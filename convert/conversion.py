@@ -106,11 +106,11 @@ class Job:
     def describe(self, target: Path) -> list[str]:
         """What a user should know before the work."""
         source, count = self.source, len(self.source.tensors)
-        held = sum(stored_bytes(part) for tensor in source.tensors.values() for part in tensor.parts.values())
+        size = sum(stored_bytes(part) for tensor in source.tensors.values() for part in tensor.parts.values())
         rules = "; ".join(f"{text}: {setting}" for text, setting in self.plan.described().items())
         rules = self.plan.summary or rules
         lines = [
-            f"source: {source.name}, {LAYOUT_NAMES[source.layout]}, {count:,} tensors, {gigabytes(held)}",
+            f"source: {source.name}, {LAYOUT_NAMES[source.layout]}, {count:,} tensors, {gigabytes(size)}",
             f"plan: {self.plan.name} ({rules})",
             f"output: {target}, about {gigabytes(self.bytes)} in {len(self.shards)} weight files",
             f"disk: {gigabytes(self.disk_bytes)} needed, {gigabytes(shutil.disk_usage(target.parent).free)} free; "

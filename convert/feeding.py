@@ -175,10 +175,10 @@ class Feeding:
     def _pair(self, index: int) -> list[Block]:
         """A block as it is, and with those of its layers that are rounded."""
         prefix = f"llm.layers.{index}."
-        held = self._read(prefix)
-        found = {name: self.rounded(f"{prefix}{name}".removesuffix(".weight")) for name in held}
-        changed = {name: weight.astype(held[name].dtype) for name, weight in found.items() if weight is not None}
-        return [self._block(index, weights) for weights in (held, held | changed)]
+        stored = self._read(prefix)
+        found = {name: self.rounded(f"{prefix}{name}".removesuffix(".weight")) for name in stored}
+        changed = {name: weight.astype(stored[name].dtype) for name, weight in found.items() if weight is not None}
+        return [self._block(index, weights) for weights in (stored, stored | changed)]
 
     def _block(self, index: int, weights: Mapping[str, mx.array]) -> Block:
         config = self.source.config.llm

@@ -49,11 +49,11 @@ KEPT_OPENINGS = 2  # a prompt's caches are hundreds of megabytes at full size
 class Model:
     """Weights and constants of one checkpoint, shared by any number of conversations of one thread.
 
-    `held` are the networks whose weights it has: on several machines each model has a part. `late`: a frame's sound
+    `loads` are the networks whose weights it has: on several machines each model has a part. `late`: a frame's sound
     comes with the frame after it. `batches`: frames of several conversations can be one evaluation.
     """
 
-    held: Collection[str] = layout.NETWORKS
+    loads: Collection[str] = layout.NETWORKS
     late = False
     batches = True
 
@@ -88,7 +88,7 @@ class Model:
     @classmethod
     def holds(cls, name: str) -> bool:
         """Whether it has the weights of this path, or stored tensor."""
-        return layout.network(name) in cls.held
+        return layout.network(name) in cls.loads
 
     def _prepare(self, folder: Path, say: Callable[[str], None]) -> None:
         self._prepare_listening()

@@ -63,7 +63,7 @@ class Answer:
 class VoiceChat(Model):
     """A loaded checkpoint: any number of sessions of one thread. `form`: how it is held, where `load` decided it."""
 
-    form: plans.Held | None = None
+    form: plans.Form | None = None
 
     def session(self, **options: Any) -> Session:
         """Open a conversation; `options` are those of `SessionOptions`. Raises InputError."""
@@ -334,16 +334,16 @@ def load_opened(
 ) -> VoiceChat:
     """`load` of a checkpoint that is open already; `name` is what it is called, `kind` what it becomes."""
     config, stored = opened.config, opened.stored
-    held = plans.hold(config, stored, options)
-    parameters = opened.parameters(held.plan.arithmetic)
+    form = plans.choose(config, stored, options)
+    parameters = opened.parameters(form.plan.arithmetic)
     limit_buffer_cache()
-    warning = memory.shortfall(config, stored, memory.machine(), held.requantise, held.states)
+    warning = memory.shortfall(config, stored, memory.machine(), form.requantise, form.states)
     if warning is not None:
         say(warning)
-    loaded = kind(name, config, opened.tokenizer, parameters, say, held.requantise)
-    loaded.form = held
+    loaded = kind(name, config, opened.tokenizer, parameters, say, form.requantise)
+    loaded.form = form
     wire(loaded)
-    loaded.tts.backbone.cache_dtype = memory.KV_TYPES[held.plan.kv_cache]
+    loaded.tts.backbone.cache_dtype = memory.KV_TYPES[form.plan.kv_cache]
     on_gpu = mx.default_device().type == mx.gpu
     if (on_gpu if options.compile is None else options.compile) and not loaded.compile():
         say("Frames run uncompiled, which is slower: MLX found no C++ compiler (g++) here.")

@@ -27,11 +27,11 @@ class Overlap:
 
     def __init__(self) -> None:
         self._speech_ms = 0.0
-        self._told: str | None = None
+        self._reported: str | None = None
 
     def begin(self) -> None:
         """Another answer begins."""
-        self._speech_ms, self._told = 0.0, None
+        self._speech_ms, self._reported = 0.0, None
 
     def heard(self, samples: np.ndarray, ms: float, is_speech: bool | None, config: DuplexConfig) -> Decision | None:
         """Audio (S,) that came while the agent spoke; `is_speech` is what the client says of it. A new decision."""
@@ -42,7 +42,7 @@ class Overlap:
             self._speech_ms += ms
         elif self._speech_ms:
             ended, self._speech_ms = self._speech_ms, 0.0
-            short = ended < config.overlap_short_ack_ms and self._told is None
+            short = ended < config.overlap_short_ack_ms and self._reported is None
             return Decision("drop", "short_ack", ended) if short else None
         return self._grown(config)
 
@@ -51,8 +51,8 @@ class Overlap:
             return None
         long = self._speech_ms >= config.overlap_barge_in_ms
         reason = "long_overlap_speech" if long else "overlap_speech"
-        if reason == self._told:
+        if reason == self._reported:
             return None
-        self._told = reason
+        self._reported = reason
         action = "barge_in" if long and config.overlap_policy == BARGE_IN else "listen"
         return Decision(action, reason, self._speech_ms)

@@ -82,7 +82,7 @@ class Slot:
     def release(self) -> None:
         """The client is gone: end the session if it has not ended."""
         if self.opened:
-            self._engine.put(self, Cancel(told=False))
+            self._engine.put(self, Cancel(reported=False))
         else:
             self._engine.give_back(self)
 
@@ -111,7 +111,7 @@ class Engine:
         self._served: dict[Slot, ServedSession] = {}
         self._order: deque[Slot] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._settled = threading.Event()
+        self._started = threading.Event()
         self._fault: BaseException | None = None  # for which it is to end
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="mlx-engine", daemon=True)
@@ -139,7 +139,7 @@ class Engine:
 
     def wait_ready(self, seconds: float) -> None:
         """Wait on any other thread until the model is warm; raises what loading raised, TimeoutError."""
-        if not self._settled.wait(seconds):
+        if not self._started.wait(seconds):
             raise TimeoutError(f"The model was not loaded within {seconds:g} s.")
         if self.failure is not None:
             raise self.failure
@@ -222,7 +222,7 @@ class Engine:
             self.can_call = model.call_tokens is not None
             model.warm(self.settings.voice, self.settings.sessions_together)
             self.state = READY
-            self._settle()
+            self._announce_start()
             self._rounds(model)
             self.state = ENDED
         except BaseException as fault:  # raised again where the server was started
@@ -230,14 +230,14 @@ class Engine:
                 self._fault = fault
                 self._on_loop(self._tell_all)
             self.failure, self.state = fault, FAILED
-            self._settle()
+            self._announce_start()
         finally:
             self._served.clear()
             del model
             mx.clear_streams()
 
-    def _settle(self) -> None:
-        self._settled.set()
+    def _announce_start(self) -> None:
+        self._started.set()
         self._on_loop(self._announce)
 
     def _rounds(self, model: VoiceChat) -> None:

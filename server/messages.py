@@ -142,9 +142,9 @@ class Pause:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Drop what waits and end the session; `told` False when nobody is there to be told."""
+    """Drop what waits and end the session; `reported` False when nobody is there to be told."""
 
-    told: bool = True
+    reported: bool = True
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ class ServedSession:
         if self._opening is not None:
             self._opening.close()
         events: list[Event] = [Cancelled(0)] if self._session is None else self._session.cancel()
-        self._end([*rest, *self._told(events)] if request.told else [])
+        self._end([*rest, *self._reported(events)] if request.reported else [])
 
     # -- requests in order ---------------------------------------------------------------------------------------
 
@@ -321,13 +321,13 @@ class ServedSession:
             self._pacer.ran(self._now(), audio, self._session.turn == "agent")
         if events and isinstance(events[-1], LimitReached):
             message = f"The session's limit of {events[-1].seconds:g} s is reached. Commit, and open a new one."
-            self._tell([*self._told(events[:-1], seconds), AppendRefused(message, event_id)])
+            self._tell([*self._reported(events[:-1], seconds), AppendRefused(message, event_id)])
         else:
-            self._tell(self._told(events, seconds, unheard=not audio))
+            self._tell(self._reported(events, seconds, unheard=not audio))
         return seconds if spoke else None
 
     def _heard(self, request: Append, end: int) -> None:
-        """Count it, before what it gave is told: the connection then looks whether there is room."""
+        """Count it, before what it gave is reported: the connection then looks whether there is room."""
         self.backlog.samples_taken += (end - self._at) // FLOAT_BYTES
         self._at = end
         if end == len(request.samples):
@@ -342,7 +342,7 @@ class ServedSession:
         events = self._session.finish(request.pad_partial)
         seconds = time.perf_counter() - started
         rest = [waiting for waiting in self._waiting if isinstance(waiting, Relay)]
-        self._end([*rest, *self._told(events[:-1]), *self._interrupted(self._session.frames), events[-1]])
+        self._end([*rest, *self._reported(events[:-1]), *self._interrupted(self._session.frames), events[-1]])
         return seconds if len(events) > 1 else None
 
     def _end(self, last: list[Any]) -> None:
@@ -358,24 +358,24 @@ class ServedSession:
         if events:
             self._send(events, False)
 
-    def _told(self, events: list[Event], seconds: float = 0.0, unheard: bool = False) -> list[EngineEvent]:
+    def _reported(self, events: list[Event], seconds: float = 0.0, unheard: bool = False) -> list[EngineEvent]:
         """A session's events as they cross; what ended a turn comes before its frame's own, of so many seconds."""
-        told: list[EngineEvent] = []
+        reported: list[EngineEvent] = []
         if events and isinstance(events[-1], AudioFrame):
-            told += self._interrupted(events[-1].frame_index)
+            reported += self._interrupted(events[-1].frame_index)
         if self._turns:
-            told += self._answering(events)
+            reported += self._answering(events)
         for event in events:
             if isinstance(event, AudioFrame):
                 self.backlog.frames_told += 1
                 cancelled = getattr(event, "cancelled", False)
-                told.append(
+                reported.append(
                     Speech(event.frame_index, event.samples.tobytes(), event.codes, cancelled, unheard, seconds)
                 )
             else:
                 assert not isinstance(event, LimitReached)
-                told.append(event)
-        return told
+                reported.append(event)
+        return reported
 
     def _answering(self, events: list[Event]) -> list[EngineEvent]:
         """The agent's BOS behind a call, which opens no other turn."""

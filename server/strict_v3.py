@@ -81,7 +81,7 @@ class StrictV3Connection(Connection):
         self._synthesis: asyncio.Task[None] | None = None
         self._unsent = 0  # frames
         self._bos = self._call = False  # of the step that is being told
-        self._told: dict[type, Any] = {
+        self._relayed: dict[type, Any] = {
             messages.Relay: lambda relay: relay.event,
             messages.Opened: lambda event: event,
             messages.OpeningFailed: lambda failed: OpeningFailed(failed.message),
@@ -209,9 +209,9 @@ class StrictV3Connection(Connection):
         else:
             self._bos = self._bos or isinstance(event, TurnOpened)
             self._call = self._call or isinstance(event, FunctionCall | FunctionFailed)
-            told = self._told.get(type(event))
-            if told is not None:
-                self._do(self.rules.told, told(event))
+            relayed = self._relayed.get(type(event))
+            if relayed is not None:
+                self._do(self.rules.observe, relayed(event))
         if isinstance(event, messages.OpeningFailed | messages.Broken):
             self.slot = None  # it is free
         if isinstance(event, messages.Opened | messages.OpeningFailed):

@@ -27,11 +27,11 @@ NORMAL, PROTOCOL_ERROR, INTERNAL, BUSY = 1000, 1002, 1011, 1013  # closing codes
 
 @dataclass(frozen=True)
 class Fate:
-    """What an error does: fatal ones close with `close_code`, after `session.closed` where `told`."""
+    """What an error does: fatal ones close with `close_code`, after `session.closed` where `announced`."""
 
     fatal: bool = False
     close_code: int = 0
-    told: bool = False
+    announced: bool = False
 
 
 RECOVERABLE = Fate()
@@ -67,8 +67,8 @@ FATES: dict[str, Fate] = {
         Fate(True, PROTOCOL_ERROR),
     ),
     "server_busy": Fate(True, BUSY),
-    "session_position_limit": Fate(True, NORMAL, told=True),
-    **dict.fromkeys(("function_call_loop_limit", "internal_error"), Fate(True, INTERNAL, told=True)),
+    "session_position_limit": Fate(True, NORMAL, announced=True),
+    **dict.fromkeys(("function_call_loop_limit", "internal_error"), Fate(True, INTERNAL, announced=True)),
     **dict.fromkeys(
         (
             "response_cancel_timeout",
@@ -86,7 +86,7 @@ FATES: dict[str, Fate] = {
 }
 # Codes that are recoverable at first: a wrong version before the first update, a typed job that has begun.
 FATES_LATER: dict[str, Fate] = {
-    "unsupported_protocol_version": Fate(True, PROTOCOL_ERROR, told=True),
+    "unsupported_protocol_version": Fate(True, PROTOCOL_ERROR, announced=True),
     "typed_input_failed": Fate(True, INTERNAL),
 }
 

@@ -1,6 +1,6 @@
 """strict-v3: the rules of one connection, without a socket, a model or a clock of their own.
 
-Messages come in by `receive`, what the session tells by `told`; what is to be done goes to a `Host`.
+Messages come in by `receive`, what the session tells by `observe`; what is to be done goes to a `Host`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class StrictV3:
         self._opening: Update | None = None
         self._instructions = terms.instructions
         self._tools: tuple[dict[str, Any], ...] | None = None  # the server's
-        self._told: dict[type, Callable[[Any], None]] = {
+        self._observers: dict[type, Callable[[Any], None]] = {
             TranscriptDelta: self._floor.heard,
             TextDelta: self._floor.said,
             TurnOpened: self._floor.opened,
@@ -136,12 +136,12 @@ class StrictV3:
         except Refused as refused:
             self._refuse(refused, refused.event_id or event_id)
 
-    def told(self, event: Any) -> None:
+    def observe(self, event: Any) -> None:
         """An event of the session."""
         if self.ended:
             return
         try:
-            self._told[type(event)](event)
+            self._observers[type(event)](event)
         except Refused as refused:
             self._refuse(refused, refused.event_id)
 
@@ -186,7 +186,7 @@ class StrictV3:
         else:
             self._close_jobs("error")
         self.wire.error(refused.code, refused.message, True, event_id)
-        if fate.told:
+        if fate.announced:
             self.wire.closed("failed", refused.code)
         self._end(fate.close_code)
 
@@ -227,7 +227,7 @@ class StrictV3:
                 raise Refused("unsupported_event", "This server finds the turns itself (serve --turns server).")
             if self._repeated(message):
                 return
-        if self._floor.held or self._opening is not None or self._deferred:
+        if self._floor.in_cycle or self._opening is not None or self._deferred:
             self._deferred.push(message, len(frame["text"].encode()))
         else:
             self._run(message)
@@ -295,7 +295,7 @@ class StrictV3:
         running = self._jobs.running
         if running is not None and running.frames is None and not self._floor.work.turning:
             self._jobs.running = None  # its end was told
-        while self._deferred and not self._floor.held and self._opening is None:
+        while self._deferred and not self._floor.in_cycle and self._opening is None:
             message = self._deferred.pop()
             try:
                 if not (self.configured or isinstance(message, Update)):
@@ -375,7 +375,7 @@ class StrictV3:
             return "session_not_configured"
         if not self._terms.typed_input:
             return "typed_input_unavailable"
-        if self._floor.held:
+        if self._floor.in_cycle:
             return "function_cycle_active"
         turning = self._jobs.running is None and (self._floor.listening or self._deferred)
         return "input_turn_active" if self._open is not None or turning else None
@@ -403,7 +403,7 @@ class StrictV3:
         """Begin the job that waits, where nothing else is under way; more frames of the one that runs."""
         jobs, floor = self._jobs, self._floor
         ready = jobs.waiting is not None and jobs.waiting.frames is not None
-        if ready and jobs.running is None and not (floor.held or floor.work.turning or self._opening):
+        if ready and jobs.running is None and not (floor.in_cycle or floor.work.turning or self._opening):
             assert jobs.waiting is not None
             turn = InputTurn(self.wire.next_turn_id(), job_id=jobs.waiting.job_id)
             jobs.start(turn)

@@ -58,7 +58,7 @@ class Floor:
     # -- asked ---------------------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> bool:
+    def in_cycle(self) -> bool:
         """Whether a function cycle is open, so that input waits."""
         return self.calls.open is not None
 
@@ -223,7 +223,7 @@ class Floor:
             return
         self._enter_cycle()
         assert self.turn is not None
-        if self.held and event.frame_index != self.calls.frame_index:
+        if self.in_cycle and event.frame_index != self.calls.frame_index:
             raise Refused("function_cycle_mismatch", "A call came while another is open.")
         self.turn.calls += 1
         if self.turn.calls > MOST_CALLS:
@@ -231,7 +231,7 @@ class Floor:
         self.calls.frame_index = event.frame_index
         call = PendingCall(event.call_id, event.name, arguments_text(event.arguments), self.ours)
         self.calls.waiting.append(call)
-        if not self.held:
+        if not self.in_cycle:
             self._next_call()
 
     def _enter_cycle(self) -> None:
@@ -352,15 +352,15 @@ class Floor:
         heard = self.work.take_frame()
         self._heard_frames += heard is not None
         step_seconds = frame.seconds if heard is None else now - max(self._framed_at, heard.asked_at)
-        told = metrics(
+        values = metrics(
             self.frames,
             self._heard_frames,
             FrameTimes(frame.seconds, max(step_seconds, frame.seconds)),
             SILENCE if heard is None else heard.level,
             level,
-            turn_state(self._wire.state, self.held),
+            turn_state(self._wire.state, self.in_cycle),
         )
-        self._wire.emit("voicechat.metrics", **told)
+        self._wire.emit("voicechat.metrics", **values)
         self.frames += 1
         self._framed_at = now
         self._check_frame()
@@ -368,9 +368,9 @@ class Floor:
     def unheard(self, pcm: bytes) -> None:
         """A sign of life for a client whose audio is kept, and not heard yet: the metrics of this frame of it."""
         heard, times = level_of(samples_of(pcm)), FrameTimes(0.0, 0.0)
-        state = turn_state(self._wire.state, self.held)
-        told = metrics(max(0, self.frames - 1), self._heard_frames, times, heard, NOTHING, state)
-        self._wire.emit("voicechat.metrics", **told)
+        state = turn_state(self._wire.state, self.in_cycle)
+        values = metrics(max(0, self.frames - 1), self._heard_frames, times, heard, NOTHING, state)
+        self._wire.emit("voicechat.metrics", **values)
 
     def _step(self, bos: bool) -> None:
         """What a step's text id says: a BOS begins the response, else a call will, and owes one."""
@@ -387,7 +387,7 @@ class Floor:
         if self.frames >= self._wire.terms.most_frames:
             raise Refused("session_position_limit", f"The session has heard its {self.frames:,} frames.")
         self.calls.tick()
-        if self._owed and not self.held and not self.work.turning:
+        if self._owed and not self.in_cycle and not self.work.turning:
             self._owed_frames += 1
             if self._owed_frames > BOS_FRAMES:
                 code = "missing_post_fc_terminal_bos" if self._applied else "missing_terminal_bos"

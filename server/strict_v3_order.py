@@ -10,7 +10,7 @@ from typing import Any
 NEW, GREETED, IDLE, INJECTING = "new", "greeted", "idle", "injecting"
 STARTED, TURN, COMMITTED, SPOKEN, STOPPED, BARE = "started", "turn", "committed", "spoken", "stopped", "bare"
 RESPONSE, CALL, TEXT_DONE, AUDIO_DONE = "response", "call", "text_done", "audio_done"
-FATAL, TOLD = "fatal", "told"
+FATAL, ANNOUNCED = "fatal", "announced"
 
 _SPEECH, _INPUT, _TEXT = "conversation.item.input_audio_transcription", "input_audio_buffer", "input_text"
 _CALL, _FAILED = "response.function_call_arguments.done", "response.function_call.failed"
@@ -66,8 +66,8 @@ ORDER: dict[tuple[str, str], str] = {
     **{(state, f"{_TEXT}.accepted"): state for state in _CONFIGURED},
     **{(state, f"{_TEXT}.injection_finished"): state for state in (*_CONFIGURED, FATAL)},
     # the end
-    **{(state, "session.closed:completed"): TOLD for state in (NEW, GREETED, IDLE, BARE, INJECTING)},
-    **{(state, "session.closed:failed"): TOLD for state in (GREETED, IDLE, BARE, INJECTING, FATAL)},
+    **{(state, "session.closed:completed"): ANNOUNCED for state in (NEW, GREETED, IDLE, BARE, INJECTING)},
+    **{(state, "session.closed:failed"): ANNOUNCED for state in (GREETED, IDLE, BARE, INJECTING, FATAL)},
 }
 TURN_OPEN = frozenset({STARTED, TURN, COMMITTED, SPOKEN})
 RESPONSE_OPEN = frozenset({RESPONSE, CALL, TEXT_DONE, AUDIO_DONE})

@@ -43,11 +43,11 @@ MAC = Facts(
     microphone="0.5.1",
     microphone_fault="",
     compiler="/usr/bin/g++",
-    held={name: CachedModel(repository, "absent") for name, repository in PUBLISHED.items()},
+    cached={name: CachedModel(repository, "absent") for name, repository in PUBLISHED.items()},
     needs=NEEDS,
 )
-COMPLETE = {**MAC.held, "8bit": CachedModel(PUBLISHED["8bit"], "complete", 14 * GB, "a" * 40)}
-PARTIAL = {**MAC.held, "4bit": CachedModel(PUBLISHED["4bit"], "partial", 9 * GB, "a" * 40)}
+COMPLETE = {**MAC.cached, "8bit": CachedModel(PUBLISHED["8bit"], "complete", 14 * GB, "a" * 40)}
+PARTIAL = {**MAC.cached, "4bit": CachedModel(PUBLISHED["4bit"], "partial", 9 * GB, "a" * 40)}
 
 
 CANDIDATES = [
@@ -117,15 +117,15 @@ def test_a_mac_that_is_well() -> None:
         ("memory", WARNING, {"available_bytes": 9 * GB}, "9.0 GB 4bit 10.0 GB close"),
         ("memory", STOP, {"usable_bytes": 6 * GB, "memory_bytes": 8 * GB}, "8.0 GB 4bit 10.0 GB 6.0 GB"),
         ("disk", STOP, {"free_bytes": 9 * GB}, "9.0 GB 4bit 9.2 GB HF_HOME"),
-        ("disk", OK, {"free_bytes": GB, "held": COMPLETE}, ""),
-        ("disk", OK, {"free_bytes": GB, "held": PARTIAL}, ""),
-        ("disk", STOP, {"free_bytes": GB // 10, "held": PARTIAL}, "0.2 GB to come"),
-        ("cache, 8bit", OK, {"held": COMPLETE}, "complete 14.0 GB"),
-        ("cache, 4bit", WARNING, {"held": PARTIAL}, "9.0 GB of 9.2 GB download 4bit"),
+        ("disk", OK, {"free_bytes": GB, "cached": COMPLETE}, ""),
+        ("disk", OK, {"free_bytes": GB, "cached": PARTIAL}, ""),
+        ("disk", STOP, {"free_bytes": GB // 10, "cached": PARTIAL}, "0.2 GB to come"),
+        ("cache, 8bit", OK, {"cached": COMPLETE}, "complete 14.0 GB"),
+        ("cache, 4bit", WARNING, {"cached": PARTIAL}, "9.0 GB of 9.2 GB download 4bit"),
         (
             "hub cache",
             WARNING,
-            {"hub_fault": "No module named 'huggingface_hub'", "held": {}},
+            {"hub_fault": "No module named 'huggingface_hub'", "cached": {}},
             "huggingface_hub folders",
         ),
         ("microphone", WARNING, {"microphone_fault": "No module"}, "pip install 'mlx-voicechat[talk]'"),
@@ -182,7 +182,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert facts.mlx_fault == facts.hub_fault == ""
     assert facts.memory_bytes == memory.machine().total
     assert facts.free_bytes > 0
-    assert {held.state for held in facts.held.values()} == {"absent"}
+    assert {held.state for held in facts.cached.values()} == {"absent"}
     assert facts.needs == published.needs()
 
 

@@ -204,7 +204,7 @@ def test_a_rank_reads_the_weights_of_its_half_alone() -> None:
         gc.collect()
         before = mx.get_active_memory()
         model = load_opened("tiny-f32", checkpoint.open_folder(FOLDER), LoadOptions(), print, make)
-        assert model.held
+        assert model.loads
         gc.collect()
         return mx.get_active_memory() - before
 

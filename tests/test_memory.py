@@ -42,7 +42,7 @@ class Taken:
 def taken(folder: Path, speech_weights: str | None = None, frames: int = FRAMES) -> Taken:
     """Load a checkpoint and talk with it: what was announced, and what MLX then held."""
     config, stored = read_config(folder), verify(folder)
-    plan = plans.hold(config, stored, LoadOptions(speech_weights=speech_weights)).requantise
+    plan = plans.choose(config, stored, LoadOptions(speech_weights=speech_weights)).requantise
     gc.collect()
     before = mx.get_active_memory()
     model = load(folder, quiet, compile=False, speech_weights=speech_weights)  # type: ignore[arg-type]

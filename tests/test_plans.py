@@ -13,7 +13,7 @@ from mlx_voicechat.cli import published
 from mlx_voicechat.cli.info import frame_table
 from mlx_voicechat.gauges import chips, plans
 from mlx_voicechat.gauges.chips import BANDWIDTH_GBPS, Bandwidth, known
-from mlx_voicechat.gauges.plans import Place, Plan, hold, table
+from mlx_voicechat.gauges.plans import Place, Plan, choose, table
 from mlx_voicechat.options import LoadOptions
 from mlx_voicechat.weights import assets, layout
 from mlx_voicechat.weights.config_file import parse_config
@@ -42,7 +42,7 @@ def mac(chip: str, gigabytes: int) -> Place:
 
 
 def chosen(stored: dict[str, Stored], place: Place, options: LoadOptions = LoadOptions()) -> Plan:  # noqa: B008
-    return hold(CONFIG, stored, options, place).plan
+    return choose(CONFIG, stored, options, place).plan
 
 
 # -- chips --------------------------------------------------------------------------------------------------------
@@ -146,14 +146,14 @@ def test_a_small_model_asks_for_no_bandwidth() -> None:
         raise AssertionError("measured")
 
     config = parse_config(json.loads((GOLDEN / "tiny-bf16" / "config.json").read_text(encoding="utf-8")))
-    held = hold(config, verify(GOLDEN / "tiny-bf16"), LoadOptions(), Place(False, 32 * GB, ask))
-    assert tuple(held.plan) == ("f32", "f32", "float32")
-    assert held.requantise == {}
+    form = choose(config, verify(GOLDEN / "tiny-bf16"), LoadOptions(), Place(False, 32 * GB, ask))
+    assert tuple(form.plan) == ("f32", "f32", "float32")
+    assert form.requantise == {}
 
 
 def test_eight_bits_take_the_codecs_pointwise_matrices() -> None:
-    held = hold(CONFIG, released(4), LoadOptions(), mac("M4", 32))
-    codec = [name for name in held.requantise if "audio_codec" in name]
+    form = choose(CONFIG, released(4), LoadOptions(), mac("M4", 32))
+    codec = [name for name in form.requantise if "audio_codec" in name]
     assert len(codec) == 2 * 9  # two of each block
     assert all(name.startswith("tts_model.audio_codec.decoder.layers.") and ".pwconv" in name for name in codec)
 

@@ -889,7 +889,7 @@ def test_a_failure_after_the_first_frame() -> None:
     made = session()
     typed(made)
     made.core.synthesised("job", LOUD * 3)
-    made.core.told(Broken("The model failed."))
+    made.core.observe(Broken("The model failed."))
     assert made.kinds[-2:] == ["input_text.injection_finished:error", "error:typed_input_failed"]
     assert made.errors() == [("typed_input_failed", True)]
     assert made.closed == 1011
@@ -1004,7 +1004,7 @@ def test_the_last_frame_of_a_session(during: str) -> None:
 def test_the_session_s_own_limit() -> None:
     made = session()
     made.start(1)
-    made.core.told(Limited("The session's limit is reached."))
+    made.core.observe(Limited("The session's limit is reached."))
     assert made.kinds[-2:] == ["error:session_position_limit", "session.closed:failed"]
     assert made.closed == 1000
 
@@ -1012,7 +1012,7 @@ def test_the_session_s_own_limit() -> None:
 def test_a_model_that_fails() -> None:
     made = session()
     made.turn(1)
-    made.core.told(Broken("The model failed: ValueError."))
+    made.core.observe(Broken("The model failed: ValueError."))
     assert made.kinds[-2:] == ["error:internal_error", "session.closed:failed"]
     assert made.closed == 1011
 
@@ -1046,7 +1046,7 @@ def test_nothing_is_said_after_the_end() -> None:
     made.say("session.stop")
     count = len(made.events)
     for event in (Broken("x"), Limited("x")):
-        made.core.told(event)
+        made.core.observe(event)
     made.core.tick()
     made.core.synthesised("job", LOUD)
     made.core.synthesis_failed("job", "x")

@@ -258,7 +258,7 @@ def test_a_result() -> None:
 
 def test_the_table_of_codes() -> None:
     """As the protocol's document has it: fatal or not, closing code, with session.closed or without."""
-    fatal = {name: (fate.close_code, fate.told) for name, fate in FATES.items() if fate.fatal}
+    fatal = {name: (fate.close_code, fate.announced) for name, fate in FATES.items() if fate.fatal}
     assert fatal == {
         **dict.fromkeys(
             ("invalid_event_id", "invalid_client_turn_id", "input_turn_conflict", "deferred_input_overflow"),
@@ -283,6 +283,6 @@ def test_the_table_of_codes() -> None:
             (1011, False),
         ),
     }
-    later = {name: (fate.close_code, fate.told) for name, fate in FATES_LATER.items()}
+    later = {name: (fate.close_code, fate.announced) for name, fate in FATES_LATER.items()}
     assert later == {"unsupported_protocol_version": (1002, True), "typed_input_failed": (1011, False)}
     assert sum(not fate.fatal for fate in FATES.values()) == 21

@@ -170,7 +170,7 @@ class Sequences(RuleBasedStateMachine):
         if what == 17:
             self.say("session.stop")
         elif what == 23:
-            self.made.core.told(Broken("The model failed."))
+            self.made.core.observe(Broken("The model failed."))
 
     @invariant()
     def in_order(self) -> None:

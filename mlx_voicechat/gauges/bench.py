@@ -218,8 +218,8 @@ def networks_resident(model: VoiceChat, loaded_bytes: int) -> dict[str, int]:
         "codec": _bytes(model.codec),
     }
     sizes["language"] -= sizes["rnnt"]  # both nest in it
-    sizes = {name: size if name in model.held else 0 for name, size in sizes.items()}
-    sizes["text_table"] = model.tts._text_rows.nbytes if "tts" in model.held else 0
+    sizes = {name: size if name in model.loads else 0 for name, size in sizes.items()}
+    sizes["text_table"] = model.tts._text_rows.nbytes if "tts" in model.loads else 0
     return sizes | {"other": loaded_bytes - sum(sizes.values())}
 
 

@@ -85,16 +85,16 @@ def counting() -> Iterator[Count]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as undo:
         drawing = Path(folder) / "graph.dot"
 
-        settled: dict[int, mx.array] = {}  # what was waited for, by id, kept so that no other array gets the id
+        waited_for: dict[int, mx.array] = {}  # what was waited for, by id, kept so that no other array gets the id
 
         def note(how: str, *values: Any) -> None:
             arrays = _arrays(values)
-            if how not in FUNCTIONS and all(id(array) in settled for array in arrays):
+            if how not in FUNCTIONS and all(id(array) in waited_for for array in arrays):
                 return
             count.reads[how] += 1
             if how != "async_eval":
                 count.waits += 1
-                settled.update((id(array), array) for array in arrays)
+                waited_for.update((id(array), array) for array in arrays)
             if arrays:
                 mx.export_to_dot(str(drawing), *arrays)
                 count.add(drawing.read_text(encoding="utf-8"))

@@ -43,7 +43,7 @@ class Place(NamedTuple):
     gbps: Callable[[], float]
 
 
-class Held(NamedTuple):
+class Form(NamedTuple):
     """A checkpoint in the form of a plan: the layers quantised at load, and what a conversation keeps."""
 
     plan: Plan
@@ -70,18 +70,18 @@ def here() -> Place:
     return Place(on_gpu, memory.machine().total, lambda: chips.bandwidth().gbps)
 
 
-def hold(config: ModelConfig, stored: Mapping[str, Stored], options: LoadOptions, place: Place | None = None) -> Held:
+def choose(config: ModelConfig, stored: Mapping[str, Stored], options: LoadOptions, place: Place | None = None) -> Form:
     """What `load` makes of these options on a machine, by default this one. Raises InputError for an unknown word."""
     place = here() if place is None else place
     arithmetic = options.arithmetic or default_arithmetic(stored, place)
     candidates = [
-        _held(config, stored, Plan(weights, keys, arithmetic), options.speech_weights)
+        _form(config, stored, Plan(weights, keys, arithmetic), options.speech_weights)
         for weights, keys in FORMS
         if options.speech_weights in (None, weights) and options.kv_cache in (None, keys)
     ]
     if place.on_gpu and precision.llm_is_rounded(stored):
         return candidates[-1]
-    return next((held for held in candidates[:-1] if _suits(config, stored, held, options, place)), candidates[-1])
+    return next((form for form in candidates[:-1] if _suits(config, stored, form, options, place)), candidates[-1])
 
 
 def default_arithmetic(stored: Mapping[str, Stored], place: Place) -> str:
@@ -94,15 +94,15 @@ def table(
 ) -> list[Row]:
     """Every form in which the checkpoint can be held on a machine, widest first."""
     place = here() if place is None else place
-    chosen = hold(config, stored, options, place).plan
+    chosen = choose(config, stored, options, place).plan
     forms = [(*form, options.arithmetic or default_arithmetic(stored, place)) for form in FORMS]
     return [row(config, stored, Plan(*form), place.gbps(), Plan(*form) == chosen) for form in forms]
 
 
 def row(config: ModelConfig, stored: Mapping[str, Stored], plan: Plan, gbps: float, chosen: bool = True) -> Row:
     """One form's traffic."""
-    held = _held(config, stored, plan)
-    moved = {count: _moved(config, stored, held, count) for count in SHOWN_POSITIONS}
+    form = _form(config, stored, plan)
+    moved = {count: _moved(config, stored, form, count) for count in SHOWN_POSITIONS}
     return Row(plan, chosen, moved, {count: traffic.milliseconds(size, gbps) for count, size in moved.items()})
 
 
@@ -112,23 +112,23 @@ def as_facts(each: Row) -> dict[str, Any]:
     return each.plan._asdict() | {"chosen": each.chosen, "at": at}
 
 
-def _held(config: ModelConfig, stored: Mapping[str, Stored], plan: Plan, asked: str | None = None) -> Held:
+def _form(config: ModelConfig, stored: Mapping[str, Stored], plan: Plan, asked: str | None = None) -> Form:
     """`asked`: 8 bits by name take what is stored in float32 too (`precision.plan`)."""
     states = memory.States(config, precision.types(stored, plan.arithmetic), plan.kv_cache)
-    return Held(plan, precision.plan(stored, asked, plan.speech_weights == "f32"), states)
+    return Form(plan, precision.plan(stored, asked, plan.speech_weights == "f32"), states)
 
 
-def _suits(config: ModelConfig, stored: Mapping[str, Stored], held: Held, options: LoadOptions, place: Place) -> bool:
+def _suits(config: ModelConfig, stored: Mapping[str, Stored], form: Form, options: LoadOptions, place: Place) -> bool:
     """Whether memory, and the time of a frame of each of the sessions, allow this form."""
-    told = memory.announce(
-        config, stored, round(LONG_SECONDS / config.frame_seconds), requantise=held.requantise, states=held.states
+    announced = memory.announce(
+        config, stored, round(LONG_SECONDS / config.frame_seconds), requantise=form.requantise, states=form.states
     )
-    if not fits(told.total + (options.sessions - 1) * sum(told.session.values()), place.memory_bytes):
+    if not fits(announced.total + (options.sessions - 1) * sum(announced.session.values()), place.memory_bytes):
         return False
-    moved = options.sessions * _moved(config, stored, held, JUDGED_POSITIONS)
+    moved = options.sessions * _moved(config, stored, form, JUDGED_POSITIONS)
     most = BUDGET_PART * 1000 * config.frame_seconds
     return traffic.milliseconds(moved, SLOWEST_GBPS) <= most or traffic.milliseconds(moved, place.gbps()) <= most
 
 
-def _moved(config: ModelConfig, stored: Mapping[str, Stored], held: Held, positions: int) -> int:
-    return sum(traffic.traffic(config, stored, positions, held.requantise, held.states).values())
+def _moved(config: ModelConfig, stored: Mapping[str, Stored], form: Form, positions: int) -> int:
+    return sum(traffic.traffic(config, stored, positions, form.requantise, form.states).values())

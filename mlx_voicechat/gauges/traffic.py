@@ -65,8 +65,8 @@ def traffic(
 
 def _read_bytes(cache: KvCache, positions: int) -> int:
     """What attention reads of a cache with room for `positions`: those it holds, not its room."""
-    held = positions if cache.window is None else min(positions, cache.window)
-    return cache.nbytes // max(1, cache.room(positions)) * held
+    cached = positions if cache.window is None else min(positions, cache.window)
+    return cache.nbytes // max(1, cache.room(positions)) * cached
 
 
 def milliseconds(moved: int, bandwidth_gbps: float) -> float:

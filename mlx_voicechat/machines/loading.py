@@ -37,7 +37,7 @@ def load_first(name: str, opened: Checkpoint, options: LoadOptions, say: Say, ra
         line = Line(ranks.wire(1))
         atexit.register(_end, ranks, line.end)
         loaded = load_opened(name, opened, options, say, partial(Thinker, line))
-    say(_held(loaded, ranks))
+    say(_parts(loaded, ranks))
     return loaded
 
 
@@ -46,7 +46,7 @@ def serve_first(model: str | Path, options: LoadOptions, say: Say, ranks: Ranks)
     opened = _part_of(checkpoint.open_model(model, say), options, ranks)
     make: Any = partial(Follower, ranks) if options.shard_llm else Speaker
     loaded = load_opened(str(model), opened, options, say, make)
-    say(_held(loaded, ranks))
+    say(_parts(loaded, ranks))
     if isinstance(loaded, Follower):
         loaded.serve()
     elif isinstance(loaded, Speaker):
@@ -65,7 +65,7 @@ def _part_of(opened: Checkpoint, options: LoadOptions, ranks: Ranks) -> Checkpoi
     return SharedCheckpoint.of(opened, share_of(opened.config, ranks.rank, ranks.count))
 
 
-def _held(loaded: VoiceChat, ranks: Ranks) -> str:
+def _parts(loaded: VoiceChat, ranks: Ranks) -> str:
     """What a rank says of itself."""
     return f"rank {ranks.rank} of {ranks.count} holds {held_bytes(loaded):,} bytes of weights."
 

@@ -34,7 +34,7 @@ class Voice:
 class Speaker(VoiceChat):
     """Speech generator and codec of a checkpoint, which speak what `Thinker` asks for."""
 
-    held = ("tts", "codec")
+    loads = ("tts", "codec")
 
     def _prepare(self, folder: Path, say: Callable[[str], None]) -> None:
         self._prepare_speech(folder, say)

@@ -118,7 +118,7 @@ class Line:
 class Thinker(VoiceChat):
     """Perception, transcript and language model of a checkpoint; `Speaker` speaks, one frame later."""
 
-    held = ("perception", "rnnt", "language")
+    loads = ("perception", "rnnt", "language")
     late = True
     batches = False
 

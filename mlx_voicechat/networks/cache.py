@@ -161,8 +161,8 @@ class CacheRows(KvCache):
         attended: dict[int, mx.array] = {}
         for index, (cache, *rows) in enumerate(zip(self._caches, *parts, strict=False)):
             if cache is not None:
-                held = groups if cache.joint is None else cache.joint.shape[0]
-                out = attend([row[:held].squeeze(1) for row in rows], cache)
+                count = groups if cache.joint is None else cache.joint.shape[0]
+                out = attend([row[:count].squeeze(1) for row in rows], cache)
                 attended[index] = mx.broadcast_to(out, (groups, *out.shape[1:]))
         first = next(iter(attended.values()))
         joint = mx.stack([attended.get(index, first) for index in range(batch)], axis=1)

@@ -172,6 +172,6 @@ def _warn(options: SessionOptions) -> None:
     tools: Sequence = options.tools
     if len(tools) > RECOMMENDED_TOOLS:
         log.warning("%d tools were given; the model was made for at most %d.", len(tools), RECOMMENDED_TOOLS)
-    told = [options.system_prompt or "", *(f"{tool.name} {tool.description} {tool.parameters}" for tool in tools)]
-    if not all(text.isascii() for text in told):
+    prompt = [options.system_prompt or "", *(f"{tool.name} {tool.description} {tool.parameters}" for tool in tools)]
+    if not all(text.isascii() for text in prompt):
         log.warning("The system prompt or a tool is not plain ASCII, which the model was not trained on.")

@@ -238,14 +238,14 @@ def _hold_in_parts(module: nn.Module, layers: Collection[str]) -> None:
     if not layers:
         return
     own = _shapes(module)
-    held: list[tuple[str, Any]] = []
+    parted: list[tuple[str, Any]] = []
     for path, layer in module.named_modules():
         if path in layers:
             shapes = layout.stored_shapes(f"{path}.weight", own)
             made = (type(layer)(shape[1], shape[0], bias="bias" in layer) for _, shape in shapes)
             names = (name.split(".")[-2] for name, _ in shapes)
-            held.append((path, Parted(dict(zip(names, made, strict=True)))))
-    module.update_modules(tree_unflatten(held))
+            parted.append((path, Parted(dict(zip(names, made, strict=True)))))
+    module.update_modules(tree_unflatten(parted))
 
 
 def build(

@@ -189,10 +189,10 @@ class ScriptedSession:
         while self._queue and self.closed is None:
             request = self._queue.popleft()
             if isinstance(request, Mark):
-                self.core.told(request)
+                self.core.observe(request)
             elif isinstance(request, Open):
                 failure = self.opening_failures.pop(0) if self.opening_failures else ""
-                self.core.told(OpeningFailed(failure) if failure else Opened())
+                self.core.observe(OpeningFailed(failure) if failure else Opened())
             elif isinstance(request, Hear):
                 self._frame(request.pcm != QUIET)
             elif isinstance(request, BeginTurn):
@@ -220,7 +220,7 @@ class ScriptedSession:
 
     def tell(self, *events: Any) -> None:
         for event in events:
-            self.core.told(event)
+            self.core.observe(event)
 
     def _spoken(self, samples: np.ndarray, bos: bool = False) -> None:
         self.frames += 1
