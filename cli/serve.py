@@ -104,7 +104,7 @@ def serve(
         raise typer.BadParameter(f"{log_level} is none of {', '.join(LEVELS)}.", param_hint="--log-level")
     _check_tls(ssl_certfile, ssl_keyfile)
     _check_key(api_key)
-    load_options = LoadOptions(compiled, speech_weights, kv_cache, arithmetic, max_sessions, shard_llm)
+    load_options = LoadOptions(compiled, speech_weights, kv_cache, arithmetic, max_sessions, shard_llm, batch)
     if helps(model, load_options):
         return
 

@@ -207,6 +207,12 @@ def rows_for(count: int) -> int:
     return next(rows for rows in ROWS if rows >= count)
 
 
+def rounds(count: int) -> list[int]:
+    """How many of so many conversations step together, one slab after the other."""
+    full, rest = divmod(count, MOST_ROWS)
+    return [MOST_ROWS] * full + [rest] * (rest > 0)
+
+
 def leaves(tree: Any) -> list[mx.array]:
     """The arrays in nested tuples and lists."""
     if isinstance(tree, mx.array):

@@ -52,8 +52,8 @@ class LoadOptions:
         show_default=False,
     )
     sessions: int = option(1, "Conversations at once that all must keep up.", min=1)
-
     shard_llm: bool = option(False, "Under mlx.launch, share the LLM's blocks among all machines.")
+    batch: bool = option(True, "Frames of several conversations run together.")
 
     def __post_init__(self) -> None:
         _check_choices(self)

@@ -337,7 +337,7 @@ def load_opened(
     form = plans.choose(config, stored, options)
     parameters = opened.parameters(form.plan.arithmetic)
     limit_buffer_cache()
-    warning = memory.shortfall(config, stored, memory.machine(), form.requantise, form.states)
+    warning = memory.shortfall(config, stored, memory.machine(), form.requantise, form.states, options.sessions)
     if warning is not None:
         say(warning)
     loaded = kind(name, config, opened.tokenizer, parameters, say, form.requantise)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_voicechat.cli import published
+from mlx_voicechat.frame import Slab, leaves
 from mlx_voicechat.gauges import memory, plans
 from mlx_voicechat.gauges.bench import networks_resident
 from mlx_voicechat.gauges.memory import Machine, announce
@@ -142,10 +143,10 @@ def released(bits: int | None) -> tuple[memory.ModelConfig, dict[str, Stored]]:
 
 def test_the_released_model() -> None:
     config, stored = released(4)
-    told = announce(config, stored, 7500)
-    assert told.text_table == 131072 * 1152 * 4
-    assert told.session["tts"] == pytest.approx(3.9 * GB, rel=0.01)  # two rows, 28 layers, 7,500 positions
-    assert told.loaded == pytest.approx(12.66 * GB, rel=0.001)
+    announced = announce(config, stored, 7500)
+    assert announced.text_table == 131072 * 1152 * 4
+    assert announced.session["tts"] == pytest.approx(3.9 * GB, rel=0.01)  # two rows, 28 layers, 7,500 positions
+    assert announced.loaded == pytest.approx(12.66 * GB, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,27 @@ def test_too_little_memory_names_what_would_fit(bits: int | None, available: int
         assert warning is not None
         assert words in warning
         assert f"{available}.0 GB of 32.0 GB are available" in warning
+
+
+def test_several_conversations_are_warned_of_together() -> None:
+    checkpoint, one = released(4), announce(*released(4), 750)
+    have = Machine(32 * GB, one.total + GB // 10)
+    assert memory.shortfall(*checkpoint, have) is None
+    warning = memory.shortfall(*checkpoint, have, sessions=5)
+    assert warning is not None
+    assert "for 5 conversations" in warning
+
+
+def test_conversations_that_step_together_leave_rows_free() -> None:
+    config = read_config(assets.TINY)
+    found = announce(config, verify(assets.TINY), 100)
+    session = sum(found.session.values())
+    totals = [found.with_sessions(count) - found.with_sessions(1) for count in (2, 3, 5, 8, 9)]
+    assert totals == [count * session + free * found.row for count, free in ((1, 0), (2, 1), (4, 3), (7, 0), (8, 0))]
+    model = load("tiny", compile=False)
+    slab = Slab.of([model.session().state for _ in range(3)])
+    rows = sum(array.nbytes for array in leaves(slab.state.fixed))
+    assert rows <= 4 * found.row <= 1.5 * rows  # announced with the buffers that a step's views are cut from
 
 
 @pytest.mark.parametrize("bits", [4, 8])

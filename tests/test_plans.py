@@ -14,6 +14,7 @@ from mlx_voicechat.cli.info import frame_table
 from mlx_voicechat.gauges import chips, plans
 from mlx_voicechat.gauges.chips import BANDWIDTH_GBPS, Bandwidth, known
 from mlx_voicechat.gauges.plans import Place, Plan, choose, table
+from mlx_voicechat.gauges.traffic import traffic
 from mlx_voicechat.options import LoadOptions
 from mlx_voicechat.weights import assets, layout
 from mlx_voicechat.weights.config_file import parse_config
@@ -120,8 +121,17 @@ def test_so_it_is_on_a_cpu_and_it_computes_in_float32() -> None:
 
 def test_all_sessions_must_keep_up() -> None:
     place = Place(False, 512 * GB, lambda: 800.0)
-    forms = [chosen(released(4), place, LoadOptions(sessions=count))[:2] for count in (1, 2, 3, 4)]
-    assert forms == [("f32", "f32"), ("f32", "f32"), ("q8", "f32"), ("q8", "bf16")]
+    in_turns = [chosen(released(4), place, LoadOptions(sessions=count, batch=False))[:2] for count in (1, 2, 3, 4)]
+    assert in_turns == [("f32", "f32"), ("f32", "f32"), ("q8", "f32"), ("q8", "bf16")]
+    together = [chosen(released(4), place, LoadOptions(sessions=count))[:2] for count in (4, 8, 9, 100)]
+    assert together == [("f32", "f32"), ("f32", "f32"), ("f32", "bf16"), ("q8", "bf16")]
+
+
+def test_together_weights_are_read_once_for_each_slab() -> None:
+    stored = released(4)
+    one, two, three = (sum(traffic(CONFIG, stored, 1500, rows=rows).values()) for rows in (1, 2, 3))
+    assert three - two == two - one
+    assert two - one < one / 4  # what is a conversation's own: caches and states
 
 
 def test_memory_decides_too() -> None:

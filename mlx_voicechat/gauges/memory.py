@@ -19,6 +19,7 @@ import psutil
 from mlx.utils import tree_flatten
 
 from ..config import ModelConfig
+from ..frame import rounds, rows_for
 from ..networks.duplex_lm import LlmState
 from ..networks.ear_tts import TtsState
 from ..networks.rnnt import GreedyDecoder
@@ -41,13 +42,17 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Announced:
-    """Bytes by what they are for: weights by network, derived constants, an opening kept, a conversation by network."""
+    """Bytes by what they are for: weights by network, derived constants, an opening kept, a conversation by network.
+
+    `row`: of a conversation what has the same size at every frame.
+    """
 
     weights: dict[str, int]
     text_table: int
     constants: int
     opening: int
     session: dict[str, int]
+    row: int
     frames: int
 
     @property
@@ -58,7 +63,12 @@ class Announced:
     @property
     def total(self) -> int:
         """What loading and one conversation of `frames` frames take."""
-        return self.loaded + self.opening + sum(self.session.values())
+        return self.with_sessions(1)
+
+    def with_sessions(self, count: int) -> int:
+        """What loading and so many conversations take, the rows that they leave free in a slab as well."""
+        free = sum(rows_for(taken) - taken for taken in rounds(count))
+        return self.loaded + self.opening + count * sum(self.session.values()) + free * self.row
 
 
 class Machine(NamedTuple):
@@ -85,13 +95,15 @@ def announce(
     for name, tensor in stored.items():
         if (network := layout.network(name)) is not None:  # others are a fault that loading reports
             weights[network] += resident(name, tensor, requantise, *states.types)
-    opening = states.session(0, prompt_tokens)
+    opening, speech = states.session(0, prompt_tokens), states.tts_state(max(0, prompt_tokens - 1))
+    caches = [*states.language_state(prompt_tokens).caches, *speech.caches]
     return Announced(
         weights=weights,
         text_table=config.llm.vocab_size * config.tts.hidden_size * FLOAT,
         constants=constants(config),
         opening=sum(opening.values()),
         session=states.session(frames, prompt_tokens),
+        row=sum(opening.values()) - sum(cache.nbytes for cache in caches),
         frames=frames,
     )
 
@@ -210,13 +222,16 @@ def shortfall(
     have: Machine,
     requantise: Requantisation = AS_STORED,
     states: States | None = None,
+    sessions: int = 1,
 ) -> str | None:
-    """A warning when a checkpoint and a short conversation do not fit, with what would; None when they do."""
+    """A warning when a checkpoint and short conversations do not fit, with what would; None when they do."""
     frames = round(SHORT_SECONDS / config.frame_seconds)
-    needed = announce(config, stored, frames, requantise=requantise, states=states).total
+    needed = announce(config, stored, frames, requantise=requantise, states=states).with_sessions(sessions)
     if needed <= have.available:
         return None
-    smaller = {bits: needed - saved for bits in PUBLISHED_BITS if (saved := _saved(config, stored, bits, frames)) > 0}
+    smaller = {
+        bits: needed - saved for bits in PUBLISHED_BITS if (saved := _saved(config, stored, bits, frames, sessions)) > 0
+    }
     fitting = [bits for bits, size in smaller.items() if size <= have.available]
     close = "close other programs, or it will be slow."
     if fitting:
@@ -226,8 +241,9 @@ def shortfall(
         advice = f"Even {PUBLISHED.format(bits=least)} needs {gigabytes(smaller[least])}: {close}"
     else:
         advice = f"There is no smaller checkpoint: {close}"
+    conversations = f" for {sessions} conversations" if sessions > 1 else ""
     return (
-        f"This model needs about {gigabytes(needed)} of memory, and {gigabytes(have.available)} of "
+        f"This model needs about {gigabytes(needed)} of memory{conversations}, and {gigabytes(have.available)} of "
         f"{gigabytes(have.total)} are available. {advice}"
     )
 
@@ -237,7 +253,7 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def _saved(config: ModelConfig, stored: Mapping[str, Stored], bits: int, frames: int) -> int:
+def _saved(config: ModelConfig, stored: Mapping[str, Stored], bits: int, frames: int, sessions: int = 1) -> int:
     """Bytes saved if the LLM's matrices had so many bits, as in the published checkpoints, whose state is float32."""
     float32_llm, shapes = llm_is_float32(stored), layout.shapes(config)
     matrices = list(filter(layout.LANGUAGE_MATRIX.search, shapes))
@@ -247,7 +263,8 @@ def _saved(config: ModelConfig, stored: Mapping[str, Stored], bits: int, frames:
         now += sum(resident(part, stored[part], float32_llm=float32_llm) for part in parts if part in stored)
     elements = sum(math.prod(shapes[name]) for name in matrices)
     for sign, states in ((1, States(config, Types(float32_llm))), (-1, States(config, Types(float32_llm=True)))):
-        now += sign * sum(_bytes(states.language_state(count).arrays) for count in (0, frames))  # opening, conversation
+        kept = (0, *[frames] * sessions)  # the opening and the conversations
+        now += sign * sum(_bytes(states.language_state(count).arrays) for count in kept)
     return now - elements * bits // 8 - elements // GROUP_SIZE * GROUP_BYTES
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..config import ModelConfig
+from ..frame import rounds
 from ..options import LoadOptions
 from ..weights import precision
 from ..weights.precision import LONG_SECONDS, Requantisation, Types, fits
@@ -123,12 +124,14 @@ def _suits(config: ModelConfig, stored: Mapping[str, Stored], form: Form, option
     announced = memory.announce(
         config, stored, round(LONG_SECONDS / config.frame_seconds), requantise=form.requantise, states=form.states
     )
-    if not fits(announced.total + (options.sessions - 1) * sum(announced.session.values()), place.memory_bytes):
+    if not fits(announced.with_sessions(options.sessions), place.memory_bytes):
         return False
-    moved = options.sessions * _moved(config, stored, form, JUDGED_POSITIONS)
+    together = rounds(options.sessions) if options.batch else [1] * options.sessions
+    by_rows = {rows: _moved(config, stored, form, JUDGED_POSITIONS, rows) for rows in set(together)}
+    moved = sum(by_rows[rows] for rows in together)
     most = BUDGET_PART * 1000 * config.frame_seconds
     return traffic.milliseconds(moved, SLOWEST_GBPS) <= most or traffic.milliseconds(moved, place.gbps()) <= most
 
 
-def _moved(config: ModelConfig, stored: Mapping[str, Stored], form: Form, positions: int) -> int:
-    return sum(traffic.traffic(config, stored, positions, form.requantise, form.states).values())
+def _moved(config: ModelConfig, stored: Mapping[str, Stored], form: Form, positions: int, rows: int = 1) -> int:
+    return sum(traffic.traffic(config, stored, positions, form.requantise, form.states, rows).values())

@@ -38,8 +38,12 @@ def traffic(
     positions: int,
     requantise: Requantisation = AS_STORED,
     states: States | None = None,
+    rows: int = 1,
 ) -> dict[str, int]:
-    """Bytes a frame by stage, after `positions` positions of the timeline; the options are `memory.announce`'s."""
+    """Bytes a frame by stage, after `positions` positions of the timeline; the options are `memory.announce`'s.
+
+    `rows` conversations whose frames run together read the weights once, tables, states and caches each for itself.
+    """
     states = states or States(config, types(stored))
     sizes = {name: resident(name, tensor, requantise, *states.types) for name, tensor in stored.items()}
 
@@ -48,19 +52,20 @@ def traffic(
         return sum(sizes[name] for name in names if pattern.match(layout.own_name(name)))
 
     moved = {stage: of(stage, pattern) for stage, pattern in ONCE.items()}
-    encoder, tts, codec = config.encoder, config.tts, config.codec
+    encoder, tts, codec, own = config.encoder, config.tts, config.codec, dict.fromkeys(ONCE, 0)
     language, speech = states.language_state(positions), states.tts_state(positions)
     width = FLOAT // 2 if states.types.narrow else FLOAT
-    moved["perception"] += width * encoder.n_layers * encoder.d_model * (3 * encoder.left_frames + 1)
-    moved["language"] += 2 * of("language", EMBEDDING) // config.llm.vocab_size
-    moved["language"] += 2 * sum(state.ssm.nbytes for state in language.mamba)
-    moved["language"] += sum(_read_bytes(cache, positions) for cache in language.caches)
+    own["perception"] += width * encoder.n_layers * encoder.d_model * (3 * encoder.left_frames + 1)
+    own["language"] += 2 * of("language", EMBEDDING) // config.llm.vocab_size
+    own["language"] += 2 * sum(state.ssm.nbytes for state in language.mamba)
+    own["language"] += sum(_read_bytes(cache, positions) for cache in language.caches)
     passes = len(tts.pass_counts)
-    moved["tts"] += passes * (of("tts", EVERY_PASS) + of("tts", ONE_COMPONENT) // tts.mog.num_predictions)
-    moved["tts"] += FLOAT * (tts.hidden_size + tts.num_quantizers * tts.latent_size)
-    moved["tts"] += sum(_read_bytes(cache, tts.prompt_frames + positions) for cache in speech.caches)
-    moved["codec"] += FLOAT * codec.num_quantizers * codec.latent_dim
-    return moved
+    moved["tts"] += passes * of("tts", EVERY_PASS)
+    own["tts"] += passes * (of("tts", ONE_COMPONENT) // tts.mog.num_predictions)
+    own["tts"] += FLOAT * (tts.hidden_size + tts.num_quantizers * tts.latent_size)
+    own["tts"] += sum(_read_bytes(cache, tts.prompt_frames + positions) for cache in speech.caches)
+    own["codec"] += FLOAT * codec.num_quantizers * codec.latent_dim
+    return {stage: weights + rows * own[stage] for stage, weights in moved.items()}
 
 
 def _read_bytes(cache: KvCache, positions: int) -> int:
