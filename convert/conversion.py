@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -186,28 +187,24 @@ def run(
     source = job.source
     raw = configuration(job)
     config = parse_config(raw)
-    finished = _round(job, target, rounded)
-    if finished is not None:
-        raw[CONVERSION_KEY][ROUNDED_KEY] = finished.digests()
-    with writer.folder(target) as folder:
-        writer.write_json(folder / "config.json", raw)
-        for name in TOKENIZER_FILES:
-            if (source.tokenizer_folder / name).is_file():
-                writer.write_file(folder / name, (source.tokenizer_folder / name).read_bytes())
-        writer.write_file(folder / "README.md", card.model_card(source, job.plan, raw[CONVERSION_KEY]).encode())
-        _write_shards(job, folder, progress, finished)
-        _write_text_table(folder, config, source, say)
-    if finished is not None:
-        shutil.rmtree(finished.folder, ignore_errors=True)
-
-
-def _round(job: Job, target: Path, progress: Progress) -> Rounding | None:
-    if job.calibration is None:
-        return None
-    folder = target.with_name(rounding.FOLDER.format(target.name))
-    work = Rounding(job.source, job.calibration, job.layers, folder)
-    work.run(progress)
-    return work
+    with ExitStack() as stack:
+        finished = None
+        if job.calibration is not None:
+            layers = target.with_name(rounding.FOLDER.format(target.name))
+            stack.enter_context(writer.alone(layers, target))
+            finished = Rounding(job.source, job.calibration, job.layers, layers)
+            finished.run(rounded)
+            raw[CONVERSION_KEY][ROUNDED_KEY] = finished.digests()
+        with writer.folder(target) as folder:
+            writer.write_json(folder / "config.json", raw)
+            for name in TOKENIZER_FILES:
+                if (source.tokenizer_folder / name).is_file():
+                    writer.write_file(folder / name, (source.tokenizer_folder / name).read_bytes())
+            writer.write_file(folder / "README.md", card.model_card(source, job.plan, raw[CONVERSION_KEY]).encode())
+            _write_shards(job, folder, progress, finished)
+            _write_text_table(folder, config, source, say)
+        if finished is not None:
+            shutil.rmtree(finished.folder, ignore_errors=True)
 
 
 def configuration(job: Job) -> dict[str, Any]:

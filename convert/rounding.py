@@ -108,7 +108,6 @@ class Rounding:
 
     def run(self, progress: Progress = lambda done, total: None) -> None:
         """Round what is not there yet, in the order of the model; layers that share moments one after the other."""
-        self.folder.mkdir(exist_ok=True)
         total, done = operations(self.source, self.layers, self.calibration), 0
         keys, marks = self._keys()
         self._remove_others(keys)

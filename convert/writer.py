@@ -121,9 +121,7 @@ def _locked(sibling: Path, target: Path) -> int:
             os.close(lock)
         except BlockingIOError:
             os.close(lock)
-            raise InputError(
-                f"Another conversion is writing {target}.", "Wait for it, or name another folder."
-            ) from None
+            raise _another(target) from None
         except OSError as error:
             if made and error.errno in UNSUPPORTED:
                 return lock
@@ -134,6 +132,35 @@ def _locked(sibling: Path, target: Path) -> int:
                     "Remove that folder if none does, or name another one.",
                 ) from None
             raise VoiceChatError(f"{sibling} cannot be taken over: {error.strerror}.", "Remove it.") from None
+
+
+@contextmanager
+def alone(folder: Path, target: Path) -> Iterator[None]:
+    """Keep other conversions of `target` out of `folder`, made if need be; a disk without locks keeps nobody out.
+
+    Raises InputError while another has it.
+    """
+    folder.mkdir(exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not folder.exists():  # the other one has just finished
+            raise BlockingIOError
+    except BlockingIOError:
+        os.close(lock)
+        raise _another(target) from None
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            os.close(lock)
+            raise
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _another(target: Path) -> InputError:
+    return InputError(f"Another conversion is writing {target}.", "Wait for it, or name another folder.")
 
 
 @contextmanager

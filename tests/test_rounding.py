@@ -21,7 +21,18 @@ from threadpoolctl import threadpool_limits
 
 from mlx_voicechat import load
 from mlx_voicechat.cli.main import run
-from mlx_voicechat.convert import bits, calibration, conversion, feeding, gptq, listening, moments, plans, rounding
+from mlx_voicechat.convert import (
+    bits,
+    calibration,
+    conversion,
+    feeding,
+    gptq,
+    listening,
+    moments,
+    plans,
+    rounding,
+    writer,
+)
 from mlx_voicechat.convert.bits import Choice, Target, knapsack
 from mlx_voicechat.convert.calibration import Calibration
 from mlx_voicechat.convert.feeding import TO_STREAM, Feeding, Given
@@ -275,6 +286,17 @@ def test_memory_time_and_disk_are_told(gathered: Calibration, plan: plans.Plan, 
             int(np.prod(tensor.shape)) for name, tensor in source.tensors.items() if ".llm.layers." in name
         )
     assert rounding.seconds(0) == 0 < rounding.seconds(1e12)
+
+
+def test_two_conversions_of_one_target(gathered: Calibration, plan: plans.Plan, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    layers = tmp_path / rounding.FOLDER.format("out")
+    with writer.alone(layers, target), pytest.raises(InputError, match=r"Another conversion is writing .*out"):
+        converted(plan, gathered, target)
+    assert not target.exists()
+    converted(plan, gathered, target)
+    assert target.is_dir()
+    assert not layers.exists()
 
 
 def test_of_another_model(gathered: Calibration, plan: plans.Plan, tmp_path: Path) -> None:
