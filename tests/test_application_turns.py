@@ -43,7 +43,7 @@ EMPTY = np.zeros(0, np.float32)
 
 @pytest.fixture(scope="module")
 def model() -> VoiceChat:
-    return mlx_voicechat.load("tiny")
+    return mlx_voicechat.load("tiny", compile=True)
 
 
 @cache
@@ -82,13 +82,14 @@ def until_closed(session: Session, most: int = 100) -> list[Event]:
     return events
 
 
-def test_every_question_has_one_answer(model: VoiceChat) -> None:
+@pytest.mark.parametrize("count", [12, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)])
+def test_every_question_has_one_answer(model: VoiceChat, count: int) -> None:
     """In one long session; the turn ends at once, and up to 25 frames later."""
     session, rng = model.session(turns="application"), np.random.default_rng(0)
     frames: list[Frame] = []
     session.observe(frames.append)
     wrong = []
-    for number, question in enumerate(QUESTIONS):
+    for number, question in enumerate(QUESTIONS[:count]):
         start = len(frames)
         events = ask(session, question["file"], number % 26 if number else 25, rng)
         events += until_closed(session)

@@ -43,7 +43,7 @@ class Talk:
 
 @pytest.fixture(scope="module")
 def model() -> VoiceChat:
-    return mlx_voicechat.load("tiny")
+    return mlx_voicechat.load("tiny", compile=True)
 
 
 def recording(name: str, silence_seconds: float) -> np.ndarray:

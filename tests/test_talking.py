@@ -11,6 +11,7 @@ import soundfile as sf
 import mlx_voicechat
 from mlx_voicechat import AudioFrame
 from mlx_voicechat.voicechat import VoiceChat
+from tests.support.cases import a_part_of
 from tests.support.spoken import nearest_answer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -20,7 +21,7 @@ CONVERSATIONS = json.loads((EXAMPLES / "conversations.json").read_text(encoding=
 
 @pytest.fixture(scope="module")
 def model() -> VoiceChat:
-    return mlx_voicechat.load("tiny")
+    return mlx_voicechat.load("tiny", compile=True)
 
 
 def read(file: Path) -> np.ndarray:
@@ -34,7 +35,7 @@ def streamed(model: VoiceChat, audio: np.ndarray) -> tuple[str, str, np.ndarray]
     return session.transcript, session.text, samples
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: q["file"])
+@pytest.mark.parametrize("question", a_part_of(QUESTIONS, lambda q: q["file"]))
 def test_question(model: VoiceChat, question: dict[str, Any]) -> None:
     audio = np.concatenate([read(EXAMPLES / question["file"]), np.zeros(64000, np.float32)])
     answer = model.answer(audio)
@@ -47,7 +48,13 @@ def test_question(model: VoiceChat, question: dict[str, Any]) -> None:
     np.testing.assert_array_equal(samples, answer.samples)
 
 
-@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda c: c["file"])
+@pytest.mark.parametrize(
+    "conversation",
+    [
+        pytest.param(each, id=each["file"], marks=[pytest.mark.slow] if each["seconds"] > 60 else [])
+        for each in CONVERSATIONS
+    ],
+)
 def test_conversation(model: VoiceChat, conversation: dict[str, Any]) -> None:
     audio = np.concatenate([read(EXAMPLES / conversation["file"]), np.zeros(48000, np.float32)])
     answer = model.answer(audio)

@@ -33,6 +33,7 @@ from mlx_voicechat import (
 from mlx_voicechat.errors import InputError
 from mlx_voicechat.tools.cycle import CycleState
 from mlx_voicechat.voicechat import VoiceChat
+from tests.support.cases import a_part_of
 from tests.support.checkpoints import GOLDEN
 from tests.support.spoken import nearest_answer
 
@@ -46,7 +47,7 @@ SILENCE = np.zeros(1280, np.float32)
 
 @pytest.fixture(scope="module")
 def model() -> VoiceChat:
-    return mlx_voicechat.load("tiny")
+    return mlx_voicechat.load("tiny", compile=True)
 
 
 @cache
@@ -80,7 +81,7 @@ def until_done(session: Session, frames: int = 45) -> list[Event]:
 # -- the scenarios --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s["name"])
+@pytest.mark.parametrize("scenario", a_part_of(SCENARIOS, lambda s: s["name"]))
 def test_scenario(model: VoiceChat, scenario: dict[str, Any]) -> None:
     """Offline and in packets alike: the call with its arguments, the answer in text, and in speech."""
     called: list[FunctionCall] = []
