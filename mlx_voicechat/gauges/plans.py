@@ -75,14 +75,17 @@ def choose(config: ModelConfig, stored: Mapping[str, Stored], options: LoadOptio
     """What `load` makes of these options on a machine, by default this one. Raises InputError for an unknown word."""
     place = here() if place is None else place
     arithmetic = options.arithmetic or default_arithmetic(stored, place)
-    candidates = [
-        _form(config, stored, Plan(weights, keys, arithmetic), options.speech_weights)
+    *wider, narrowest = (
+        Plan(weights, keys, arithmetic)
         for weights, keys in FORMS
         if options.speech_weights in (None, weights) and options.kv_cache in (None, keys)
-    ]
-    if place.on_gpu and precision.llm_is_rounded(stored):
-        return candidates[-1]
-    return next((form for form in candidates[:-1] if _suits(config, stored, form, options, place)), candidates[-1])
+    )
+    if not (place.on_gpu and precision.llm_is_rounded(stored)):
+        for plan in wider:
+            form = _form(config, stored, plan, options.speech_weights)
+            if _suits(config, stored, form, options, place):
+                return form
+    return _form(config, stored, narrowest, options.speech_weights)
 
 
 def default_arithmetic(stored: Mapping[str, Stored], place: Place) -> str:
