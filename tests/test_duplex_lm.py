@@ -16,6 +16,7 @@ from support.checkpoints import GOLDEN
 from support.listening import DISTINCT_LLM, close, duplex_lm, golden_llm, random_llm, random_weights
 
 from mlx_voicechat.config import LlmConfig
+from mlx_voicechat.networks import mamba
 from mlx_voicechat.networks.duplex_lm import DuplexLm, LlmState
 from mlx_voicechat.networks.mamba import CHUNK, MambaMixer, MambaState
 
@@ -54,9 +55,13 @@ def run(llm: DuplexLm, x: mx.array, piece: int, state: LlmState | None = None) -
     return mx.concatenate(hidden, axis=1), state
 
 
+@pytest.mark.parametrize("one_kernel", [False, True])  # as a CPU and as a GPU takes a Mamba step
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("case", ["plain", "prompt"])
-def test_free_run_follows_the_oracle(case: str, compiled: bool) -> None:
+def test_free_run_follows_the_oracle(
+    case: str, compiled: bool, one_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mamba, "ONE_KERNEL", one_kernel)
     llm, state = oracle_llm(compiled), oracle_llm(compiled).init_state()
     expected = {key.removeprefix(f"{case}_"): array for key, array in ORACLE.items() if key.startswith(f"{case}_")}
     prompt = ORACLE["prompt_ids"].size if case == "prompt" else 0
@@ -84,9 +89,9 @@ def test_free_run_follows_the_oracle(case: str, compiled: bool) -> None:
 @pytest.mark.parametrize("piece", [1, 27])
 def test_state_after_the_run_equals_the_oracle(piece: int) -> None:
     _, state = run(oracle_llm(), mx.array(ORACLE["plain_fused"])[None], piece)
-    for layer, mamba in zip((0, 2, 5), state.mamba, strict=True):
-        close(mamba.ssm, ORACLE[f"plain_cache{layer}_recurrent_states"])
-        past = mx.concatenate(list(mamba.conv), axis=1).swapaxes(1, 2)
+    for layer, kept in zip((0, 2, 5), state.mamba, strict=True):
+        close(kept.ssm, ORACLE[f"plain_cache{layer}_recurrent_states"])
+        past = mx.concatenate(list(kept.conv), axis=1).swapaxes(1, 2)
         close(past, ORACLE[f"plain_cache{layer}_conv_states"][:, :, 1:])
     (cache,) = state.caches
     assert cache.joint is not None
@@ -292,10 +297,10 @@ def test_rounded_checkpoints_keep_their_types(name: str) -> None:
 
 
 def check_types(state: LlmState) -> None:
-    for mamba in state.mamba:
-        assert isinstance(mamba, MambaState)
-        assert mamba.ssm.dtype == mx.float32
-        assert {array.dtype for array in mamba.conv} == {mx.bfloat16}
+    for each in state.mamba:
+        assert isinstance(each, MambaState)
+        assert each.ssm.dtype == mx.float32
+        assert {array.dtype for array in each.conv} == {mx.bfloat16}
     assert {array.dtype for cache in state.caches for array in cache.arrays} == {mx.bfloat16}
 
 
