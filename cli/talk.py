@@ -251,7 +251,7 @@ def _canceller(wanted: bool, noise_suppression: bool, auto_gain: bool) -> MakeCa
             raise
         note(f"no echo cancellation without the package livekit ({missing.remedy}); {HEADPHONES}")
         return None
-    return functools.partial(EchoCanceller, noise_suppression=noise_suppression, auto_gain=auto_gain)
+    return functools.partial(EchoCanceller, noise_suppression=noise_suppression, auto_gain=auto_gain, continuous=True)
 
 
 def _kind(protocol: str, typed: bool, push_to_talk: bool) -> Callable[..., LiveConversation]:

@@ -157,6 +157,28 @@ def test_far_sound_that_came_too_early_is_caught_up_with() -> None:
     assert len(canceller._far) == 0
 
 
+def test_near_sound_waits_for_its_far_sound_where_that_has_no_gaps() -> None:
+    far = speech(1)
+    near = heard_in(Room(0.6, 20, 150, 3), far)
+    in_time = cancelled(EchoCanceller(), far, near)
+    left = {}
+    for continuous in (True, False):
+        canceller, parts = EchoCanceller(continuous=continuous), []
+        for index in range(-(-len(near) // 1280)):  # 80 ms of either side, the near one first
+            parts.append(canceller.near(near[index * 1280 : (index + 1) * 1280]))
+            canceller.far(far[index * 1764 : (index + 1) * 1764])
+        left[continuous] = np.concatenate([*parts, canceller.finish()])
+    np.testing.assert_array_equal(left[True], in_time)
+    assert dbfs(left[False]) > dbfs(in_time) + 10
+
+
+def test_near_sound_does_not_wait_for_ever() -> None:
+    canceller = EchoCanceller(continuous=True)
+    given = [len(canceller.near(NOISE[start : start + 1600])) for start in range(0, len(NOISE), 1600)]
+    assert len(NOISE) - sum(given) < 1600 + 160 + 48
+    assert sum(given) + len(canceller.finish()) == len(NOISE)
+
+
 def test_an_hour_of_far_sound_alone_does_not_grow() -> None:
     canceller = EchoCanceller()
     minute = np.zeros(60 * FAR_HZ, np.float32)

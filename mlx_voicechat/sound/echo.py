@@ -25,6 +25,7 @@ MOST_DELAY_MS = 500  # that the library believes
 TAPS, CUTOFF = 63, 0.9  # of the far side's low-pass, in parts of 8 kHz
 HELD_SAMPLES = 48  # 3 ms of the near side wait: as much of the far side is still in its low-pass
 WAITING_BLOCKS = 60_000  # of far sound, ten minutes, that no near sound has followed
+LATE_BLOCKS = 10  # of near sound (100 ms) that wait for far sound which comes without gaps
 SURPLUS_BLOCKS = 200  # of near sound (2 s) through which far sound always waited: then it waits needlessly
 
 
@@ -35,7 +36,8 @@ class EchoCanceller:
     float samples (S,) of any size, full scale 1. Far sound is matched with near sound block by block as they come.
 
     near_rate_hz, far_rate_hz: of either side. delay_ms: from `far` to the same sound in `near`, as the devices report
-    their latencies. noise_suppression, auto_gain: WebRTC's, off since the model was trained on raw speech.
+    their latencies. noise_suppression, auto_gain: WebRTC's, off since the model was trained on raw speech. continuous:
+    no silence is left out of the far side, so that near sound can wait a moment for the far sound that belongs to it.
     Raises InputError where the package livekit is missing, or for rates that are none.
     """
 
@@ -47,6 +49,7 @@ class EchoCanceller:
         *,
         noise_suppression: bool = False,
         auto_gain: bool = False,
+        continuous: bool = False,
     ) -> None:
         try:
             from livekit import rtc
@@ -67,6 +70,7 @@ class EchoCanceller:
         self._near_out = Resampler(RATE_HZ, near_rate_hz)
         self._far, self._near = _Blocks(WAITING_BLOCKS), _Blocks()
         self._held = np.zeros(0, np.float32)
+        self._late_blocks = LATE_BLOCKS if continuous else 0
         self._seen_blocks, self._least_waiting = 0, SURPLUS_BLOCKS
 
     def far(self, samples: npt.ArrayLike) -> None:
@@ -85,6 +89,7 @@ class EchoCanceller:
         """The rest (S',), less than a block and what resampling held; after it nothing may be given."""
         self._near.push(self._held)
         self._near.push(self._near_in.finish())
+        self._late_blocks = 0
         padding = -len(self._near.rest) % BLOCK_SAMPLES
         self._near.push(np.zeros(padding, np.float32))
         cancelled = self._cancelled()
@@ -93,7 +98,7 @@ class EchoCanceller:
 
     def _cancelled(self) -> Samples:
         done = [np.zeros(0, np.float32)]
-        while self._near:
+        while len(self._near) > (0 if self._far else self._late_blocks):
             near = self._near.popleft()
             far = self._far.popleft() if self._far else np.zeros(BLOCK_SAMPLES, np.float32)
             if not self._path.audible(far, near):
