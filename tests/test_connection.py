@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -25,8 +26,10 @@ def server() -> Iterator[RunningServer]:
         yield server
 
 
-def test_a_client_that_does_not_wait_for_answers(server: RunningServer) -> None:
-    with calling(server.ws_url) as caller:
+def test_a_client_that_does_not_wait_for_answers() -> None:
+    model, all_read = FakeModel(), threading.Event()
+    model.before = lambda index: all_read.wait(WAIT_SECONDS)
+    with running_server(model, max_sessions=2) as server, calling(server.ws_url) as caller:
         for message in (
             {"type": "session.update"},
             APPEND,
@@ -35,6 +38,8 @@ def test_a_client_that_does_not_wait_for_answers(server: RunningServer) -> None:
             {"type": "session.ping"},
         ):
             caller.send(message)
+        caller.until("session.pong")  # which overtakes what waits: every message was read
+        all_read.set()
         assert caller.closed() == (1000, "")
         events = [event for event in caller.events if event["type"] != "session.pong"]
         assert [event["type"] for event in events] == [
