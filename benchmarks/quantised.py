@@ -189,7 +189,7 @@ def quiet(text: str) -> None:
 
 
 def answers(checkpoint: str, tested: list[Question], forced: list[Run] | None = None) -> list[Run]:
-    """What a checkpoint gives, each recording followed by silence; `told` the ids of other runs."""
+    """What a checkpoint gives, each recording followed by silence; `forced` to the ids of other runs."""
     model = listening.listener(checkpoint, open_model(checkpoint), quiet)
     silence = np.zeros(round(SILENCE_SECONDS * model.config.input_rate_hz), np.float32)
     heard = [np.concatenate([np.asarray(read_all(each.path)), silence]) for each in tested]

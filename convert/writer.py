@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_voicechat.errors import InputError, VoiceChatError
+from mlx_voicechat.weights.locks import taken
 from mlx_voicechat.weights.shards import INDEX_FILE
 
 SIBLING = ".{}.mlx-voicechat-converting"
@@ -143,17 +144,14 @@ def alone(folder: Path, target: Path) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not folder.exists():  # the other one has just finished
-            raise BlockingIOError
-    except BlockingIOError:
-        os.close(lock)
-        raise _another(target) from None
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            os.close(lock)
-            raise
-    try:
+        try:
+            ours = taken(lock, folder)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            ours = True
+        if not ours:
+            raise _another(target)
         yield
     finally:
         os.close(lock)

@@ -58,7 +58,7 @@ def test_what_is_played_is_not_sent(command: Command, monkeypatch: pytest.Monkey
     levels = {}
     for option in ("--echo-cancellation", "--no-echo-cancellation"):
         noise = np.random.default_rng(0).normal(0, 3e-4, 48000 * 9).astype(np.float32)
-        sound = install(monkeypatch, hears=noise, speed=1, room=Room(0.8, 10, 150, 3).echo(48000).hear)
+        sound = install(monkeypatch, hears=noise, speed=2, room=Room(0.8, 10, 150, 3).echo(48000).hear)
         with standing_in(speaking) as server:
             code, _, err = command("--url", server.url, "--duration", 8, option)
         assert code == 0, err

@@ -46,16 +46,9 @@ def as_on_gpu() -> Iterator[None]:
     if mx.default_device().type == mx.gpu:
         yield
         return
-    stand_ins = dict.fromkeys(ONE_INPUT, _of_one) | {"scaled_dot_product_attention": _attention}
-    originals = {name: getattr(mx.fast, name) for name in stand_ins}
-    try:
-        for name, stand_in in stand_ins.items():
-            setattr(mx.fast, name, stand_in)
-        with patch.object(mamba, "ONE_KERNEL", True):
-            yield
-    finally:
-        for name, original in originals.items():
-            setattr(mx.fast, name, original)
+    stand_ins: dict[str, Any] = dict.fromkeys(ONE_INPUT, _of_one) | {"scaled_dot_product_attention": _attention}
+    with patch.multiple(mx.fast, **stand_ins), patch.object(mamba, "ONE_KERNEL", True):
+        yield
 
 
 class _Drawn(Exception):

@@ -95,15 +95,14 @@ def announce(
     for name, tensor in stored.items():
         if (network := layout.network(name)) is not None:  # others are a fault that loading reports
             weights[network] += resident(name, tensor, requantise, *states.types)
-    opening, speech = states.session(0, prompt_tokens), states.tts_state(max(0, prompt_tokens - 1))
-    caches = [*states.language_state(prompt_tokens).caches, *speech.caches]
+    opening = states.session(0, prompt_tokens)
     return Announced(
         weights=weights,
         text_table=config.llm.vocab_size * config.tts.hidden_size * FLOAT,
         constants=constants(config),
         opening=sum(opening.values()),
         session=states.session(frames, prompt_tokens),
-        row=sum(opening.values()) - sum(cache.nbytes for cache in caches),
+        row=states.row(),
         frames=frames,
     )
 
@@ -163,6 +162,10 @@ class States:
             "tts": _bytes(self.tts_state(max(0, prompt_tokens + frames - 1)).arrays),
             "codec": FLOAT * _codec_buffers(self.config),
         }
+
+    def row(self) -> int:
+        """Bytes of what has the same size at every frame: all but the caches."""
+        return sum(self.session(0).values()) - sum(cache.nbytes for cache in self.tts_state(0).caches)
 
     def language_state(self, positions: int) -> LlmState:
         """With room for so many positions."""
@@ -263,8 +266,8 @@ def _saved(config: ModelConfig, stored: Mapping[str, Stored], bits: int, frames:
         now += sum(resident(part, stored[part], float32_llm=float32_llm) for part in parts if part in stored)
     elements = sum(math.prod(shapes[name]) for name in matrices)
     for sign, states in ((1, States(config, Types(float32_llm))), (-1, States(config, Types(float32_llm=True)))):
-        kept = (0, *[frames] * sessions)  # the opening and the conversations
-        now += sign * sum(_bytes(states.language_state(count).arrays) for count in kept)
+        opening, conversation = (_bytes(states.language_state(count).arrays) for count in (0, frames))
+        now += sign * (opening + sessions * conversation)
     return now - elements * bits // 8 - elements // GROUP_SIZE * GROUP_BYTES
 
 

@@ -28,9 +28,8 @@ from .subword import SubwordEncoder
 # What the two halves of a head are multiplied by, each (1, T, 1, 2, head_dim / 2); of single frames at positions of
 # their own (rows, 1, 1, 2, head_dim / 2).
 Rotation = tuple[mx.array, mx.array]
-Projected = tuple[
-    mx.array, mx.array
-]  # queries (rows, heads, T, head_dim), and keys before values (rows, 2 kv heads, ...)
+# Queries (rows, heads, T, head_dim); keys before values (rows, 2 kv_heads, T, head_dim).
+Projected = tuple[mx.array, mx.array]
 
 
 class TtsState(NamedTuple):

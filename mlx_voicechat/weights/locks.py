@@ -30,7 +30,7 @@ def only_one(lock: Path, arriving: Path, name: str, say: Callable[[str], None]) 
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o664)
         try:
-            if _taken(descriptor, lock):
+            if taken(descriptor, lock):
                 yield
                 return
         except OSError as fault:
@@ -44,7 +44,7 @@ def only_one(lock: Path, arriving: Path, name: str, say: Callable[[str], None]) 
         waiting.look()
 
 
-def _taken(descriptor: int, lock: Path) -> bool:
+def taken(descriptor: int, lock: Path) -> bool:
     """Whether the lock is ours now, and still the one of that name. Raises OSError where there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,5 +12,7 @@ PART = 3  # one of so many each time
 
 def a_part_of(cases: Sequence[Any], name: Callable[[Any], str]) -> list[Any]:
     """For `parametrize`: every third case, the others marked slow."""
-    marks: list[tuple[Any, ...]] = [() if number % PART == 0 else (pytest.mark.slow,) for number in range(len(cases))]
-    return [pytest.param(case, id=name(case), marks=mark) for case, mark in zip(cases, marks, strict=True)]
+    return [
+        pytest.param(case, id=name(case), marks=[pytest.mark.slow] if number % PART else [])
+        for number, case in enumerate(cases)
+    ]
